@@ -1,0 +1,135 @@
+"""The bookkeeping every runner needs: which slot belongs to whom, and whether a plan keeps the contract.
+
+A runner hands each plan to :meth:`PlanChecker.apply` first. It either raises and has changed nothing, or returns and
+knows the new state. Runner authors may use it or do the same checks themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from runnerd_spi.errors import PlanError
+from runnerd_spi.plan import Admit, StepPlan
+
+
+@dataclass(slots=True)
+class SlotState:
+    """A request as the runner knows it. Token values are not here: they live in the runner's token table."""
+
+    admit: Admit
+    num_tokens: int
+    """Tokens in the table, sampled ones that are still unresolved included."""
+    block_ids: list[int] = field(default_factory=list)
+
+
+class PlanChecker:
+    """Follows the slots through the plans and refuses one that breaks the contract.
+
+    Args:
+        max_num_seqs: Number of slots.
+        max_num_batched_tokens: Most tokens in a plan.
+        max_model_len: Most tokens of a request.
+        block_size: Tokens in a block.
+        num_blocks: Number of KV blocks.
+        vocab_size: Token ids are below this.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        block_size: int,
+        num_blocks: int,
+        vocab_size: int,
+    ) -> None:
+        self.slots: dict[int, SlotState] = {}
+        self.next_step_id = 0
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_model_len = max_model_len
+        self._block_size = block_size
+        self._num_blocks = num_blocks
+        self._vocab_size = vocab_size
+
+    def apply(self, plan: StepPlan) -> None:
+        """Check ``plan`` and take over its deltas; sampled tokens are counted at once.
+
+        Raises:
+            PlanError: Nothing was changed.
+        """
+        if plan.step_id != self.next_step_id:
+            raise PlanError(f"step_id {plan.step_id}, expected {self.next_step_id}")
+        slots = dict(self.slots)
+        for release in plan.releases:
+            self._named(slots, release.slot, release.epoch, "release")
+            del slots[release.slot]
+        for admit in plan.admits:
+            self._check_admit(slots, admit)
+            slots[admit.slot] = SlotState(admit, len(admit.token_ids))
+        granted: dict[int, list[int]] = {}
+        for grant in plan.grants:
+            state = self._named(slots, grant.slot, grant.epoch, "grant")
+            self._check_ids(grant.block_ids, self._num_blocks, "block")
+            granted.setdefault(grant.slot, list(state.block_ids)).extend(grant.block_ids)
+        lengths = self._check_rows(plan, slots, granted)
+        self.slots = slots
+        for slot, block_ids in granted.items():
+            slots[slot].block_ids = block_ids
+        for slot, length in lengths.items():
+            slots[slot].num_tokens = length
+        self.next_step_id += 1
+
+    def _check_rows(self, plan: StepPlan, slots: dict[int, SlotState], granted: dict[int, list[int]]) -> dict[int, int]:
+        lengths: dict[int, int] = {}
+        total = 0
+        for row in plan.rows:
+            state = self._named(slots, row.slot, row.epoch, "row")
+            if row.slot in lengths:
+                raise PlanError(f"slot {row.slot} has two rows in step {plan.step_id}")
+            end = row.first_position + row.num_new_tokens
+            if row.num_new_tokens < 1 or row.first_position < 0 or end > state.num_tokens:
+                raise PlanError(
+                    f"slot {row.slot}: row of positions {row.first_position} to {end - 1}, "
+                    f"expected inside the {state.num_tokens} tokens of the request"
+                )
+            capacity = len(granted.get(row.slot, state.block_ids)) * self._block_size
+            if end > capacity:
+                raise PlanError(f"slot {row.slot}: row ends at {end}, but its blocks hold {capacity} tokens")
+            if row.sample and end != state.num_tokens:
+                raise PlanError(f"slot {row.slot}: row samples after position {end - 1} of {state.num_tokens} tokens")
+            if row.sample and end >= self._max_model_len:
+                raise PlanError(f"slot {row.slot}: row samples past max_model_len {self._max_model_len}")
+            lengths[row.slot] = state.num_tokens + int(row.sample)
+            total += row.num_new_tokens
+        if total > self._max_num_batched_tokens:
+            raise PlanError(f"{total} tokens in one step, at most {self._max_num_batched_tokens}")
+        return lengths
+
+    def _check_admit(self, slots: dict[int, SlotState], admit: Admit) -> None:
+        if not 0 <= admit.slot < self._max_num_seqs:
+            raise PlanError(f"admit: slot {admit.slot}, expected 0 to {self._max_num_seqs - 1}")
+        if admit.slot in slots:
+            raise PlanError(f"admit: slot {admit.slot} is in use by epoch {slots[admit.slot].admit.epoch}")
+        if not 1 <= admit.num_prompt_tokens <= len(admit.token_ids) <= self._max_model_len:
+            raise PlanError(
+                f"admit: slot {admit.slot} has {len(admit.token_ids)} tokens, {admit.num_prompt_tokens} prompt; "
+                f"expected 1 <= prompt <= tokens <= {self._max_model_len}"
+            )
+        self._check_ids(admit.token_ids, self._vocab_size, "token")
+
+    @staticmethod
+    def _named(slots: dict[int, SlotState], slot: int, epoch: int, what: str) -> SlotState:
+        state = slots.get(slot)
+        if state is None or state.admit.epoch != epoch:
+            has = "empty" if state is None else f"epoch {state.admit.epoch}"
+            raise PlanError(f"{what}: slot {slot} epoch {epoch}, but the slot is {has}")
+        return state
+
+    @staticmethod
+    def _check_ids(ids: Sequence[int] | Iterable[int], limit: int, what: str) -> None:
+        for one in ids:
+            if not 0 <= one < limit:
+                raise PlanError(f"{what} id {one}, expected 0 to {limit - 1}")
