@@ -1,0 +1,60 @@
+"""The service's configuration: built once by the CLI, validated, never changed. Knows no gRPC, no engine, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+AsyncExecution = Literal["auto", "required", "off"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What the engine process needs. Units are in the names; None means "decide for me"."""
+
+    runner: str = "cpu"
+    model: str | None = None
+    """Path of a model directory or GGUF file."""
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 2048
+    block_size: int | None = None
+    memory_bytes: int | None = None
+    memory_fraction: float = 0.9
+    prefix_caching: bool = True
+    async_execution: AsyncExecution = "auto"
+    max_in_flight: int | None = None
+    """Depth when asynchronous; None means 2, or what the runner allows. Only with async_execution other than "off"."""
+    trust_remote_code: bool = False
+    enforce_eager: bool = False
+    speculative_model: str | None = None
+    pipeline_parallel_size: int = 1
+    tensor_parallel_size: int = 1
+    runner_options: Mapping[str, str] = field(default_factory=dict)
+    """As given; converted against the runner's declared options."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """What the front process needs."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    """0 lets the system choose; the chosen one is printed."""
+    unix_socket: str | None = None
+    """Path; when set, it is served beside the port."""
+    served_model_name: str | None = None
+    """None: the model's own name."""
+    chat_template: str | None = None
+    """Path of a Jinja file to use instead of the model's template."""
+    max_n: int = 64
+    max_logprobs: int = 20
+    max_stop_strings: int = 16
+    max_message_bytes: int = 16 * 1024 * 1024
+    max_waiting: int = 4096
+    """Requests that may wait for a place; further ones get RESOURCE_EXHAUSTED."""
+    drain_seconds: float = 30.0
+    """How long live requests may go on after SIGTERM."""
+    engine: EngineConfig = field(default_factory=EngineConfig)
