@@ -1,7 +1,7 @@
 """What crosses the socket between the front process and the engine process: msgspec structs, packed with MessagePack.
 
-One message per direction and step, not per token. Requests are named by ``uid``, an integer the front draws and never uses
-twice. Nothing here knows text, gRPC or torch.
+One message per direction and step, not per token. Requests are named by ``uid``, an integer the front draws and never
+uses twice. Nothing here knows text, gRPC or torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 FinishKind = Literal["eos", "stop_token", "length", "failed"]
-"""``eos`` and ``stop_token``: see ``matched_token_id``. ``length``: max_tokens or max_model_len. ``failed``: see ``error``."""
+"""``eos``, ``stop_token``: see ``matched_token_id``. ``length``: max_tokens or max_model_len. ``failed``: see ``error``."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
