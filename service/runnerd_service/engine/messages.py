@@ -11,7 +11,7 @@ from typing import Literal
 import msgspec
 
 FinishKind = Literal["eos", "stop_token", "length", "failed"]
-"""``eos``, ``stop_token``: see ``matched_token_id``. ``length``: max_tokens or max_model_len. ``failed``: see ``error``."""
+"""``eos``, ``stop_token``: see ``matched_token_id``. ``length``: max_tokens or max_model_len. ``failed``: ``error``."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):

