@@ -1,0 +1,100 @@
+"""Draws a token from processed logits with one uniform number per row: inverse CDF in whole numbers.
+
+The probability of a token relative to the most likely one, a float32 in [0, 1], is turned into an int64 weight of
+``WEIGHT_BITS`` fractional bits. Sums of integers are exact in any order, so a cumulative sum does not depend on how a
+device splits it, nor on the other rows of the batch, and a token of weight 0 (masked, or less likely than 2**-40 of
+the most likely one) takes no part of the interval: it cannot be chosen, however near to 1 the uniform number is.
+
+Rows without top-k and top-p accumulate in token-id order and need no sorting. The others accumulate from the most
+to the least likely token, the lower id first among equals. A row's order depends on its own parameters alone.
+Exactly k tokens survive top-k, so that a top-k of 1 is the greedy choice.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runnerd_torch.sampling.batch import Draws
+
+WEIGHT_BITS = 40
+"""2**40 times a vocabulary of 2**22 tokens fits into int64."""
+
+
+def draw_in_id_order(logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
+    """Draw from all tokens.
+
+    Args:
+        logits: [n, vocab_size] float32, processed, those of the rows of ``draws``.
+        highest: [n, 1] float32, the highest logit of each row.
+        draws: Their parameters; ``top_k`` and ``top_p`` are None.
+        buffer: The batch's arrays on the device.
+
+    Returns:
+        [n] int64 token ids.
+    """
+    weights = _weights(logits, highest, draws, buffer)
+    return _choose(weights, draws, buffer).squeeze(1)
+
+
+def draw_in_likelihood_order(
+    logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor
+) -> torch.Tensor:
+    """Draw from the tokens that top-k and top-p leave. The arguments are those of :func:`draw_in_id_order`."""
+    if draws.num_candidates is None:
+        values, ids = torch.sort(logits, dim=1, descending=True, stable=True)
+    else:
+        ids = most_likely_ids(logits, draws.num_candidates)
+        values = logits.gather(1, ids)
+    weights = _weights(values, highest, draws, buffer)
+    if draws.top_k is not None:
+        places = torch.arange(ids.shape[1], device=ids.device)
+        weights.masked_fill_(places >= draws.top_k.of(buffer), 0)
+    if draws.top_p is not None:
+        weights.masked_fill_(_behind_top_p(weights, draws.top_p.of(buffer)), 0)
+    return ids.gather(1, _choose(weights, draws, buffer)).squeeze(1)
+
+
+def most_likely_ids(logits: torch.Tensor, num_ids: int) -> torch.Tensor:
+    """Give the ids of the highest logits of each row, highest first, the lower id first among equals.
+
+    Args:
+        logits: [n, vocab_size] float32.
+        num_ids: At most vocab_size.
+
+    Returns:
+        [n, num_ids] int64.
+    """
+    # topk leaves the order of equals open, and logits of 16-bit models have many. An integer key that holds the logit
+    # above and the id below has no equals. Adding 0 makes -0.0 and 0.0 one value.
+    bits = (logits + 0.0).view(torch.int32)
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
+    keys = (ordered << 32) | torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    return logits.shape[1] - 1 - (torch.topk(keys, num_ids, dim=1).values & 0xFFFFFFFF)
+
+
+def _weights(values: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
+    # The difference comes before the division: a tiny temperature then gives -inf, never inf - inf.
+    relative = (values - highest).div_(draws.temperature.of(buffer)).exp_()
+    if draws.min_p is not None:
+        relative.masked_fill_(relative < draws.min_p.of(buffer), 0)
+    return relative.mul_(2.0**WEIGHT_BITS).to(torch.int64)
+
+
+def _behind_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Mark the tokens before which the sum reaches ``top_p`` of the whole; the first token never is."""
+    sums = weights.cumsum(1)
+    total = sums[:, -1:]
+    # A product in float64 may fall below a total of more than 53 bits, and a top-p of 1 must keep all.
+    limit = torch.where(top_p < 1, (top_p * total.to(torch.float64)).ceil().to(torch.int64), total)
+    return sums - weights >= limit
+
+
+def _choose(weights: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
+    """Give [n, 1], the place whose part of the interval [0, sum) holds the row's uniform number."""
+    sums = weights.cumsum(1)
+    total = sums[:, -1:]
+    target = (draws.uniforms.of(buffer) * total.to(torch.float64)).to(torch.int64)
+    target = torch.minimum(target, total - 1)
+    # The first place whose sum is above the target has a weight above 0. A row without any weight gives a place
+    # behind the end; it is reported as failed elsewhere and needs only a valid id here.
+    return torch.searchsorted(sums, target, right=True).clamp_(max=weights.shape[1] - 1)
