@@ -1,0 +1,134 @@
+"""Chooses the tokens of the simulated runner: the whole pipeline of SamplingParams, one row at a time.
+
+It knows nothing of where logits come from, nor of slots, blocks and steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from runnerd_spi import SamplingParams, TokenLogprobs
+
+Float64Array = npt.NDArray[np.float64]
+TokenArray = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What a choice may depend on besides the logits."""
+
+    # [num_tokens] int16: prompt, then outputs
+    token_ids: TokenArray
+    num_prompt_tokens: int
+
+    @property
+    def output_index(self) -> int:
+        """Index of the output that is chosen next."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+def is_plain_greedy(params: SamplingParams) -> bool:
+    """Whether the choice is the highest raw logit, whatever the history, and nothing else is asked for."""
+    return (
+        params.temperature == 0
+        and params.num_logprobs is None
+        and not _changes_logits(params)
+        and not (params.min_tokens and params.stop_token_ids)
+    )
+
+
+def choose(logits: npt.NDArray[np.float32], params: SamplingParams, history: History, uniform: float) -> int | None:
+    """Choose the next token.
+
+    Args:
+        logits: ``[vocab_size]`` raw logits; left as they are.
+        params: The request's parameters.
+        history: Its tokens so far.
+        uniform: A number in [0, 1) that decides the draw; unused when greedy.
+
+    Returns:
+        The token id; None when everything is banned.
+    """
+    scores = _adjusted(logits.astype(np.float64), params, history)
+    best = int(scores.argmax())  # the lowest id among equals
+    if scores[best] == -np.inf:
+        return None
+    if params.temperature == 0:
+        return best
+    with np.errstate(over="ignore"):  # a tiny temperature may take the others to -inf, which is right
+        weights = np.exp((scores - scores[best]) / params.temperature)
+    _truncate(weights, scores, params)
+    cumulative = weights.cumsum()
+    token_id = int(cumulative.searchsorted(uniform * cumulative[-1], side="right"))
+    # Rounding can carry the threshold to the very end of the cumulative sum.
+    return token_id if token_id < len(weights) and weights[token_id] > 0 else int(weights.nonzero()[0][-1])
+
+
+def token_logprobs(logits: npt.NDArray[np.float32], token_id: int, num_top: int) -> TokenLogprobs:
+    """Give the log-probability record of a token under ``[vocab_size]`` raw logits."""
+    scores = logits.astype(np.float64)
+    logprobs = scores - scores.max()
+    logprobs -= np.log(np.exp(logprobs).sum())
+    order = np.argsort(-scores, kind="stable")
+    rank = int((order == token_id).argmax()) + 1
+    top = tuple((int(one), float(logprobs[one])) for one in order[:num_top])
+    return TokenLogprobs(token_id, float(logprobs[token_id]), rank, top)
+
+
+def _changes_logits(params: SamplingParams) -> bool:
+    return (
+        _penalizes(params)
+        or bool(params.logit_bias)
+        or params.allowed_token_ids is not None
+        or bool(params.bad_words_token_ids)
+    )
+
+
+def _penalizes(params: SamplingParams) -> bool:
+    return params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+
+
+def _adjusted(scores: Float64Array, params: SamplingParams, history: History) -> Float64Array:
+    if _penalizes(params):
+        _penalize(scores, params, history)
+    for token_id, bias in params.logit_bias.items():
+        scores[token_id] += bias
+    if params.allowed_token_ids is not None:
+        allowed = np.full_like(scores, -np.inf)
+        allowed[list(params.allowed_token_ids)] = scores[list(params.allowed_token_ids)]
+        scores = allowed
+    if params.bad_words_token_ids:
+        outputs = history.token_ids[history.num_prompt_tokens :]
+        for *before, last in params.bad_words_token_ids:
+            if len(outputs) >= len(before) and outputs[len(outputs) - len(before) :].tolist() == before:
+                scores[last] = -np.inf
+    if history.output_index < params.min_tokens:
+        scores[list(params.stop_token_ids)] = -np.inf
+    return scores
+
+
+def _penalize(scores: Float64Array, params: SamplingParams, history: History) -> None:
+    seen = np.bincount(history.token_ids, minlength=len(scores)) > 0
+    factor = params.repetition_penalty
+    scores[seen] = np.where(scores[seen] > 0, scores[seen] / factor, scores[seen] * factor)
+    counts = np.bincount(history.token_ids[history.num_prompt_tokens :], minlength=len(scores))
+    scores -= params.frequency_penalty * counts
+    scores -= params.presence_penalty * (counts > 0)
+
+
+def _truncate(weights: Float64Array, scores: Float64Array, params: SamplingParams) -> None:
+    """Set the weights of tokens outside top-k, top-p and min-p to 0. The highest weight is 1 and stays."""
+    if params.top_k or params.top_p < 1.0:
+        order = np.argsort(-scores, kind="stable")
+        if params.top_k:
+            weights[order[params.top_k :]] = 0.0
+        if params.top_p < 1.0:
+            cumulative = weights[order].cumsum()
+            # A token stays while the ones before it fall short of top_p.
+            num_kept = int(cumulative.searchsorted(params.top_p * cumulative[-1], side="left")) + 1
+            weights[order[num_kept:]] = 0.0
+    if params.min_p > 0.0:
+        weights[weights < params.min_p] = 0.0
