@@ -57,9 +57,10 @@ def load_runner(name: str) -> RunnerPlugin:
     point = EntryPoint(name=name, value=listings[0].target, group=GROUP)
     try:
         plugin = point.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a foreign module may raise anything
         raise RunnerUnavailable(
-            f"runner {name!r} cannot be used: {error}; reinstall or repair {listings[0].distribution}"
+            f"runner {name!r} cannot be used: {str(error) or type(error).__name__}; "
+            f"reinstall or repair {listings[0].distribution}"
         ) from error
     if not isinstance(plugin, RunnerPlugin):
         raise RunnerUnavailable(
@@ -107,8 +108,10 @@ def _convert(runner: str, option: RunnerOption, text: str) -> OptionValue:
 
 def _listing(point: EntryPoint) -> RunnerListing:
     distribution = point.dist
-    name, version = ("unknown", "") if distribution is None else (distribution.name, distribution.version)
-    return RunnerListing(point.name, point.value, name, version)
+    if distribution is None:
+        return RunnerListing(point.name, point.value, "unknown", "")
+    # A damaged distribution may lack either.
+    return RunnerListing(point.name, point.value, distribution.name or "unknown", distribution.version or "")
 
 
 def _dotted(version: Iterable[int]) -> str:
