@@ -85,8 +85,8 @@ class Draws:
     temperature: ArrayRef
     # [n, 1] float64 in [0, 1)
     uniforms: ArrayRef
-    # [n, 1] float32
-    min_p: ArrayRef | None
+    # [n, 1] int64, min-p as a weight
+    min_weight: ArrayRef | None
     # [n, 1] int64
     top_k: ArrayRef | None
     # [n, 1] float64

@@ -20,26 +20,36 @@ WEIGHT_BITS = 40
 """2**40 times a vocabulary of 2**22 tokens fits into int64."""
 
 
-def draw_in_id_order(logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
-    """Draw from all tokens.
+def draw_tokens(logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
+    """Draw one token for each row.
 
     Args:
         logits: [n, vocab_size] float32, processed, those of the rows of ``draws``.
         highest: [n, 1] float32, the highest logit of each row.
-        draws: Their parameters; ``top_k`` and ``top_p`` are None.
+        draws: Their parameters.
         buffer: The batch's arrays on the device.
 
     Returns:
         [n] int64 token ids.
     """
-    weights = _weights(logits, highest, draws, buffer)
-    return _choose(weights, draws, buffer).squeeze(1)
+    ids, weights = token_weights(logits, highest, draws, buffer)
+    places = _choose(weights, draws.uniforms.of(buffer))
+    return (places if ids is None else ids.gather(1, places)).squeeze(1)
 
 
-def draw_in_likelihood_order(
+def token_weights(
     logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor
-) -> torch.Tensor:
-    """Draw from the tokens that top-k and top-p leave. The arguments are those of :func:`draw_in_id_order`."""
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Give the candidates in the order of their parts of the interval, and how large those are.
+
+    Args: those of :func:`draw_tokens`.
+
+    Returns:
+        [n, num_candidates] int64 token ids, None when they are 0 to vocab_size - 1; and [n, num_candidates] int64
+        weights, proportional to the probabilities, 0 for what may not be chosen.
+    """
+    if draws.top_k is None and draws.top_p is None:
+        return None, _without_unlikely(_weights(logits, highest, draws, buffer), draws, buffer)
     if draws.num_candidates is None:
         values, ids = torch.sort(logits, dim=1, descending=True, stable=True)
     else:
@@ -51,7 +61,7 @@ def draw_in_likelihood_order(
         weights.masked_fill_(places >= draws.top_k.of(buffer), 0)
     if draws.top_p is not None:
         weights.masked_fill_(_behind_top_p(weights, draws.top_p.of(buffer)), 0)
-    return ids.gather(1, _choose(weights, draws, buffer)).squeeze(1)
+    return ids, _without_unlikely(weights, draws, buffer)
 
 
 def most_likely_ids(logits: torch.Tensor, num_ids: int) -> torch.Tensor:
@@ -75,9 +85,14 @@ def most_likely_ids(logits: torch.Tensor, num_ids: int) -> torch.Tensor:
 def _weights(values: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
     # The difference comes before the division: a tiny temperature then gives -inf, never inf - inf.
     relative = (values - highest).div_(draws.temperature.of(buffer)).exp_()
-    if draws.min_p is not None:
-        relative.masked_fill_(relative < draws.min_p.of(buffer), 0)
     return relative.mul_(2.0**WEIGHT_BITS).to(torch.int64)
+
+
+def _without_unlikely(weights: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
+    """Drop what is less likely than min-p of the most likely token, whose weight is 2**WEIGHT_BITS."""
+    if draws.min_weight is None:
+        return weights
+    return weights.masked_fill_(weights < draws.min_weight.of(buffer), 0)
 
 
 def _behind_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -89,11 +104,11 @@ def _behind_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     return sums - weights >= limit
 
 
-def _choose(weights: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
+def _choose(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Give [n, 1], the place whose part of the interval [0, sum) holds the row's uniform number."""
     sums = weights.cumsum(1)
     total = sums[:, -1:]
-    target = (draws.uniforms.of(buffer) * total.to(torch.float64)).to(torch.int64)
+    target = (uniforms * total.to(torch.float64)).to(torch.int64)
     target = torch.minimum(target, total - 1)
     # The first place whose sum is above the target has a weight above 0. A row without any weight gives a place
     # behind the end; it is reported as failed elsewhere and needs only a valid id here.

@@ -15,8 +15,8 @@ _FAILURES = {
         "vocabulary; relax one of them"
     ),
     STATUS_NOT_FINITE: (
-        "the logits hold a NaN or an infinity, expected numbers; check the model's weights and dtype, and the request's "
-        "logit bias and penalties"
+        "the logits hold a NaN or an infinity, expected numbers; check the model's weights and dtype, and the "
+        "request's logit bias and penalties"
     ),
 }
 

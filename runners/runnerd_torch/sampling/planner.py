@@ -18,12 +18,15 @@ from runnerd_torch.sampling.batch import (
     SampleRow,
     SamplingBatch,
 )
+from runnerd_torch.sampling.draw import WEIGHT_BITS
 from runnerd_torch.sampling.packing import ArrayPacker, ArrayRef
 from runnerd_torch.sampling.slots import Feature, IntArray, SlotTable
 from runnerd_torch.sampling.uniforms import uniforms
 
 MAX_TOP_K_CANDIDATES = 1024
 """Above this many candidates sorting everything is as cheap as selecting them."""
+
+_NONE = np.empty(0, np.int64)
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -68,6 +71,7 @@ class _BatchPlan:
         self._slots = slots
         self._indices = indices
         self._features = features
+        self._present = int(np.bitwise_or.reduce(features))
         self._num_tokens = table.num_prompt_tokens[slots] + indices
         self._table = table
         self._vocab_size = vocab_size
@@ -91,6 +95,8 @@ class _BatchPlan:
 
     def _with(self, feature: Feature) -> IntArray:
         """Give the rows with ``feature``."""
+        if not self._present & feature:
+            return _NONE
         return np.flatnonzero(self._features & int(feature))
 
     def _rows_ref(self, rows: IntArray) -> ArrayRef | None:
@@ -132,9 +138,8 @@ class _BatchPlan:
         return AllowedTokens(self._packer.put(rows), self._packer.put(self._places(np.arange(len(rows)), allowed)))
 
     def _banned(self) -> ArrayRef | None:
-        too_short = self._indices < self._table.min_tokens[self._slots]
-        bad_words = self._with(Feature.BAD_WORDS)
-        min_tokens = np.flatnonzero((self._features & int(Feature.MIN_TOKENS) != 0) & too_short)
+        bad_words, min_tokens = self._with(Feature.BAD_WORDS), self._with(Feature.MIN_TOKENS)
+        min_tokens = min_tokens[self._indices[min_tokens] < self._table.min_tokens[self._slots[min_tokens]]]
         banned = [self._table.lists[slot].banned_ids for slot in self._slots[bad_words].tolist()]
         banned += [self._table.lists[slot].stop_ids for slot in self._slots[min_tokens].tolist()]
         places = self._places(np.concatenate((bad_words, min_tokens)), banned)
@@ -189,7 +194,7 @@ class _BatchPlan:
             rows=self._rows_ref(rows),
             temperature=put(table.temperature[slots][:, None]),
             uniforms=put(uniforms(table.seed_state[slots], self._indices[rows])[:, None]),
-            min_p=put(min_p[:, None]) if min_p.any() else None,
+            min_weight=put(np.floor(min_p * 2.0**WEIGHT_BITS).astype(np.int64)[:, None]) if min_p.any() else None,
             top_k=put(top_k[:, None]) if (top_k < self._vocab_size).any() else None,
             top_p=put(top_p[:, None]) if (top_p < 1).any() else None,
             num_candidates=num_candidates,
@@ -205,5 +210,5 @@ class _BatchPlan:
     def _places(self, rows: IntArray, ids: Sequence[IntArray]) -> IntArray:
         """Give the places of ``ids[i]`` in row ``rows[i]`` of flattened logits."""
         if not len(rows):
-            return np.empty(0, np.int64)
+            return _NONE
         return np.repeat(rows, [len(one) for one in ids]) * self._vocab_size + np.concatenate(ids)

@@ -13,7 +13,7 @@ import torch
 
 from runnerd_spi import Admit
 from runnerd_torch.sampling.batch import Draws, SampleRow, SamplingBatch
-from runnerd_torch.sampling.draw import draw_in_id_order, draw_in_likelihood_order
+from runnerd_torch.sampling.draw import draw_tokens
 from runnerd_torch.sampling.logprobs import LogprobTensors, compute_logprobs
 from runnerd_torch.sampling.planner import plan_batch
 from runnerd_torch.sampling.processors import process_logits
@@ -109,13 +109,9 @@ class Sampler:
         process_logits(processed, batch, buffer, token_table)
         choices = _greedy(processed)
         highest = processed.gather(1, choices[0][:, None])
-        for draws, draw in (
-            (batch.id_order_draws, draw_in_id_order),
-            (batch.top_k_draws, draw_in_likelihood_order),
-            (batch.sorted_draws, draw_in_likelihood_order),
-        ):
+        for draws in (batch.id_order_draws, batch.top_k_draws, batch.sorted_draws):
             if draws is not None:
-                _draw_rows(processed, highest, choices, draws, buffer, draw)
+                _draw_rows(processed, highest, choices[0], draws, buffer)
         return SampledTensors(choices, _row_logprobs(raw, choices[0], batch, buffer))
 
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
@@ -146,19 +142,15 @@ def _greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _draw_rows(
-    logits: torch.Tensor,
-    highest: torch.Tensor,
-    choices: torch.Tensor,
-    draws: Draws,
-    buffer: torch.Tensor,
-    draw: Callable[[torch.Tensor, torch.Tensor, Draws, torch.Tensor], torch.Tensor],
+    logits: torch.Tensor, highest: torch.Tensor, token_ids: torch.Tensor, draws: Draws, buffer: torch.Tensor
 ) -> None:
+    """Replace the greedy choice of the rows that draw."""
     if draws.rows is None:
-        choices[0] = draw(logits, highest, draws, buffer)
+        token_ids.copy_(draw_tokens(logits, highest, draws, buffer))
         return
     rows = draws.rows.of(buffer)
-    drawn = draw(logits.index_select(0, rows), highest.index_select(0, rows), draws, buffer)
-    choices[0].index_copy_(0, rows, drawn)
+    drawn = draw_tokens(logits.index_select(0, rows), highest.index_select(0, rows), draws, buffer)
+    token_ids.index_copy_(0, rows, drawn)
 
 
 def _row_logprobs(

@@ -65,7 +65,7 @@ class SlotTable:
         self.temperature = np.zeros(max_num_seqs, np.float32)
         self.top_k = np.zeros(max_num_seqs, np.int64)
         self.top_p = np.ones(max_num_seqs, np.float64)
-        self.min_p = np.zeros(max_num_seqs, np.float32)
+        self.min_p = np.zeros(max_num_seqs, np.float64)
         self.seed_state = np.zeros(max_num_seqs, np.uint64)
         self.repetition_penalty = np.ones(max_num_seqs, np.float32)
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
