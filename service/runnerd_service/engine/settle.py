@@ -1,0 +1,130 @@
+"""Turns a step's results into outputs of requests, and does not trust them: a runner may break its contract.
+
+It knows nothing of what runs next, nor of sockets. A broken row ends its own request only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from runnerd_service.engine.messages import FinishKind, Logprobs, RequestOutput
+from runnerd_service.engine.request import RequestState
+from runnerd_service.engine.scheduler import ScheduledStep, Scheduler
+from runnerd_spi import Row, RowOutput, StepOutput, TokenLogprobs
+
+
+class Settler:
+    """Settles steps in the order of their launch.
+
+    Args:
+        scheduler: Owns the requests and their counts.
+        vocab_size: Token ids are below this.
+    """
+
+    def __init__(self, scheduler: Scheduler, vocab_size: int) -> None:
+        self.num_generated_tokens = 0
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+
+    def settle(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
+        """Take over what a step gave; late rows, whose request has ended since, show nothing."""
+        plan = step.plan
+        if output.step_id != plan.step_id or len(output.rows) != len(plan.rows):
+            return self.fail(
+                step,
+                f"contract violation: the runner answered step {plan.step_id} of {len(plan.rows)} rows "
+                f"with step {output.step_id} of {len(output.rows)} rows",
+            )
+        outputs = []
+        for request, row, result in zip(step.requests, plan.rows, output.rows, strict=True):
+            if self._scheduler.settle_row(request, row):
+                shown = self._settle_row(request, row, result)
+                if shown is not None:
+                    outputs.append(shown)
+            self._scheduler.reclaim(request)
+        return outputs
+
+    def fail(self, step: ScheduledStep, error: str) -> list[RequestOutput]:
+        """End every request of a step that gave no usable result."""
+        outputs = []
+        for request, row in zip(step.requests, step.plan.rows, strict=True):
+            if self._scheduler.settle_row(request, row):
+                outputs.append(self._failed(request, error))
+            self._scheduler.reclaim(request)
+        return outputs
+
+    def _settle_row(self, request: RequestState, row: Row, result: RowOutput) -> RequestOutput | None:
+        if result.failure is not None:
+            return self._failed(request, result.failure)
+        error = self._violation(request, row, result)
+        if error:
+            return self._failed(request, f"contract violation: {error}")
+        self._scheduler.publish(request, row.first_position + row.num_new_tokens)
+        prompt_logprobs: tuple[Logprobs, ...] = ()
+        if request.wants_prompt_logprobs:
+            _collect_prompt_logprobs(request, row, result)
+            prompt_logprobs = request.take_prompt_logprobs()
+        token_id = result.token_id
+        if token_id is None:
+            return RequestOutput(request.uid, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+        request.token_ids.append(token_id)
+        self.num_generated_tokens += 1
+        finish = finish_of(request)
+        if finish is not None:
+            self._scheduler.finish(request)
+        return RequestOutput(
+            request.uid,
+            (token_id,),
+            () if result.logprobs is None else (_logprobs(result.logprobs),),
+            prompt_logprobs,
+            finish,
+            token_id if finish in ("eos", "stop_token") else None,
+            request.num_cached_tokens,
+        )
+
+    def _violation(self, request: RequestState, row: Row, result: RowOutput) -> str:
+        """Say how a row breaks the contract; empty when it does not."""
+        token_id = result.token_id
+        if not row.sample:
+            if token_id is not None:
+                return f"token {token_id} for a row that samples none"
+        elif token_id is None:
+            return "no token for a row that samples one"
+        elif not 0 <= token_id < self._vocab_size:
+            return f"token {token_id}, expected 0 to {self._vocab_size - 1}"
+        elif result.logprobs is None and request.sampling_params.num_logprobs is not None:
+            return f"no logprobs for token {token_id}, which the request asks for"
+        if request.wants_prompt_logprobs:
+            end = min(row.first_position + row.num_new_tokens, request.num_prompt_tokens - 1)
+            expected = max(0, end - row.first_position)
+            if len(result.prompt_logprobs) != expected:
+                return f"{len(result.prompt_logprobs)} records of prompt tokens, expected {expected}"
+        return ""
+
+    def _failed(self, request: RequestState, error: str) -> RequestOutput:
+        self._scheduler.finish(request)
+        return RequestOutput(request.uid, finish="failed", num_cached_tokens=request.num_cached_tokens, error=error)
+
+
+def finish_of(request: RequestState) -> FinishKind | None:
+    """Say how the last settled token ends the request, if it does."""
+    last = request.token_ids[-1]
+    if last in request.eos_token_ids:
+        return "eos"
+    if last in request.stop_token_ids:
+        return "stop_token"
+    return "length" if len(request.token_ids) >= request.max_num_tokens else None
+
+
+def _collect_prompt_logprobs(request: RequestState, row: Row, result: RowOutput) -> None:
+    # After a preemption the prompt is computed again from its start; what is there already is skipped.
+    skip = len(request.prompt_logprobs) - row.first_position
+    request.prompt_logprobs.extend(_records(result, max(skip, 0)))
+
+
+def _records(result: RowOutput, skip: int) -> Iterator[Logprobs]:
+    return (_logprobs(record) for record in result.prompt_logprobs[skip:])
+
+
+def _logprobs(record: TokenLogprobs) -> Logprobs:
+    return Logprobs(record.token_id, record.logprob, record.rank, record.top)
