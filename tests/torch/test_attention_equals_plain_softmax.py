@@ -147,7 +147,7 @@ cases = st.builds(
 )
 
 
-@pytest.fixture(scope="module", params=["torch"])
+@pytest.fixture(scope="module", params=["torch", "native"])
 def attention(request: pytest.FixtureRequest) -> PagedAttention:
     return build_attention(request.param)
 

@@ -1,0 +1,535 @@
+// Paged attention for CPUs: a C interface over raw pointers, with no dependency but the C++17 library.
+//
+// The result of a query is a fixed function of its own sequence: keys are taken in tiles at fixed positions, each tile
+// gives a maximum, a sum and a weighted value sum, and tiles are merged in order of position (the online softmax of
+// FlashAttention, Dao et al. 2022). So neither other rows, nor chunking, nor the number of threads changes a bit.
+// For that to hold, each sum below has one order and each expression at most one way to become fused multiply-adds.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <system_error>
+#include <thread>
+#include <type_traits>
+#include <vector>
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+extern "C" {
+
+// Runs body(data) on a team of threads and waits for them: libgomp's entry point for a parallel region.
+typedef void (*ParallelRegion)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
+
+enum Status { kOk = 0, kBadLengths = 1, kBadBlock = 2, kBadSlot = 3, kNoMemory = 4 };
+enum DType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// Mirrored field by field in native_attention.py. Strides count elements; the innermost stride is 1.
+struct WriteArgs {
+    const void *key, *value;
+    void *key_cache, *value_cache;
+    const int64_t* slot_mapping;
+    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+    int64_t num_tokens, num_slots, num_kv_heads, head_bytes, item_bytes;
+};
+
+struct ForwardArgs {
+    const void *query, *key_cache, *value_cache;
+    void* output;
+    const int32_t *query_start_loc, *seq_lens, *block_tables;
+    int64_t query_token_stride, query_head_stride, block_table_stride;
+    int64_t num_rows, num_tokens, num_blocks, block_size, max_blocks, num_heads, num_kv_heads, head_dim;
+    int64_t sliding_window;  // 0: none
+    int64_t dtype, num_threads;
+    ParallelRegion parallel_region;  // null: threads of our own
+    float scale, softcap;            // softcap 0: none
+};
+}
+
+namespace {
+
+constexpr int kTile = 64;       // keys per tile
+constexpr int kQueryRows = 48;  // (query token, head) pairs that share one pass over a tile
+constexpr int kLanes = 8;
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(32)));
+typedef int32_t IntVec __attribute__((vector_size(32)));
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+inline Vec load(const float* from) {
+    Vec vec;
+    std::memcpy(&vec, from, sizeof vec);
+    return vec;
+}
+inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof vec); }
+inline Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x}; }
+
+inline float bits_to_float(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+inline uint32_t float_to_bits(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) { return bits_to_float(uint32_t(x.bits) << 16); }
+inline float to_float(Float16 x) {
+    // Moving the bits leaves the exponent 112 too low; multiplying repairs it for subnormal numbers as well.
+    uint32_t bits = float_to_bits(bits_to_float((x.bits & 0x7fffu) << 13) * 0x1p112f);
+    bits |= (x.bits & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;  // infinity and NaN
+    return bits_to_float(bits | (x.bits & 0x8000u) << 16);
+}
+
+inline void from_float(float x, float* to) { *to = x; }
+inline void from_float(float x, BFloat16* to) {
+    const uint32_t bits = float_to_bits(x);
+    to->bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16);
+}
+inline void from_float(float x, Float16* to) {
+    const uint32_t sign = float_to_bits(x) >> 16 & 0x8000u;
+    uint32_t bits = float_to_bits(x) & 0x7fffffffu;
+    if (bits > 0x7f800000u) bits = 0x7e00u;
+    else if (bits >= 0x477ff000u) bits = 0x7c00u;  // from 65520 on, rounding reaches infinity
+    else if (bits < 0x38800000u) bits = float_to_bits(bits_to_float(bits) + 0.5f) - 0x3f000000u;  // subnormal
+    else bits = (bits + 0xfffu + (bits >> 13 & 1u) - (112u << 23)) >> 13;
+    to->bits = uint16_t(bits | sign);
+}
+
+template <typename T>
+inline void convert(const T* from, float* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) to[i] = to_float(from[i]);
+}
+#if defined(__F16C__)
+inline void convert(const Float16* from, float* to, int64_t n) {  // n is a multiple of 8
+    for (int64_t i = 0; i < n; i += kLanes)
+        _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+}
+#endif
+
+// e^x for x <= 0, 0 below -87: 2^n times the Taylor polynomial of the rest, whose size is at most ln(2) / 2.
+inline Vec exp_of_negative(Vec x) {
+    const Vec lowest = broadcast(-87.0f), magic = broadcast(12582912.0f);  // 1.5 * 2^23 rounds to an integer
+    const IntVec underflow = x < lowest;
+    x = underflow ? lowest : x;
+    const Vec shifted = x * broadcast(1.44269504f) + magic;
+    const Vec n = shifted - magic;
+    Vec r = x - n * broadcast(0.693359375f);
+    r = r + n * broadcast(2.12194440e-4f);
+    Vec power = broadcast(1.0f / 5040);
+    power = power * r + broadcast(1.0f / 720);
+    power = power * r + broadcast(1.0f / 120);
+    power = power * r + broadcast(1.0f / 24);
+    power = power * r + broadcast(1.0f / 6);
+    power = power * r + broadcast(0.5f);
+    power = power * r + broadcast(1.0f);
+    power = power * r + broadcast(1.0f);
+    const IntVec exponent = ((IntVec)shifted - (IntVec)magic + 127) << 23;
+    const Vec result = power * (Vec)exponent;
+    return underflow ? broadcast(0.0f) : result;
+}
+
+inline float sum_of_lanes(Vec x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
+inline float max_of_lanes(Vec x) {
+    float result = x[0];
+    for (int i = 1; i < kLanes; ++i) result = x[i] > result ? x[i] : result;
+    return result;
+}
+
+// Adds up the lanes of four vectors; the sums lie in lanes 0 to 3.
+inline Vec sums_of_lanes(const Vec* v) {
+    const Vec ab = SHUFFLE(v[0], v[1], 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(v[0], v[1], 2, 10, 3, 11, 6, 14, 7, 15);
+    const Vec cd = SHUFFLE(v[2], v[3], 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(v[2], v[3], 2, 10, 3, 11, 6, 14, 7, 15);
+    const Vec abcd = SHUFFLE(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    return abcd + SHUFFLE(abcd, abcd, 4, 5, 6, 7, 0, 1, 2, 3);
+}
+
+// scores[m][j] = query[m] . keys[j] for M query rows and 4 keys.
+template <int M>
+inline void score_block(const float* query, const float* const* keys, int64_t head_dim, float* scores) {
+    Vec sums[M][4] = {};
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+        Vec q[M];
+        for (int m = 0; m < M; ++m) q[m] = load(query + m * head_dim + d);
+        for (int j = 0; j < 4; ++j) {
+            const Vec k = load(keys[j] + d);
+            for (int m = 0; m < M; ++m) sums[m][j] += q[m] * k;
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        const Vec result = sums_of_lanes(sums[m]);
+        std::memcpy(scores + m * kTile, &result, 4 * sizeof(float));
+    }
+}
+
+template <int M>
+void score_rows(const float* query, const float* const* keys, int num_keys, int64_t head_dim, float* scores) {
+    for (int j = 0; j < num_keys; j += 4) score_block<M>(query, keys + j, head_dim, scores + j);
+}
+
+// output[m] = sum over i of weights[m][i] * values[i], for M query rows and N vectors of the head dimension.
+template <int M, int N>
+inline void weigh_block(const float* weights, const float* const* values, int num_keys, int64_t d, int64_t head_dim,
+                        float* output) {
+    Vec sums[M][N] = {};
+    for (int i = 0; i < num_keys; ++i) {
+        Vec weight[M];
+        for (int m = 0; m < M; ++m) weight[m] = broadcast(weights[m * kTile + i]);
+        for (int j = 0; j < N; ++j) {
+            const Vec v = load(values[i] + d + j * kLanes);
+            for (int m = 0; m < M; ++m) sums[m][j] += weight[m] * v;
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int j = 0; j < N; ++j) store(output + m * head_dim + d + j * kLanes, sums[m][j]);
+}
+
+template <int M>
+void weigh_rows(const float* weights, const float* const* values, int num_keys, int64_t head_dim, float* output) {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
+        weigh_block<M, 4>(weights, values, num_keys, d, head_dim, output);
+    for (; d < head_dim; d += kLanes) weigh_block<M, 1>(weights, values, num_keys, d, head_dim, output);
+}
+
+// Turns the scores of one query row into weights relative to the tile's maximum. Keys outside [begin, end) weigh 0.
+__attribute__((noinline)) void softmax_of_tile(float* scores, int num_keys, int begin, int end, float softcap,
+                                               float* max, float* sum) {
+    const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    Vec maxima = broadcast(kNegativeInfinity), sums = {};
+    for (int i = 0; i < num_keys; i += kLanes) {
+        Vec s = load(scores + i);
+        if (softcap > 0) {
+            const Vec x = s * broadcast(2.0f / softcap);
+            const Vec e = exp_of_negative(x > 0 ? -x : x);
+            const Vec t = (1.0f - e) / (1.0f + e) * broadcast(softcap);
+            s = x < 0 ? -t : t;
+        }
+        s = (lane + i >= begin) & (lane + i < end) ? s : broadcast(kNegativeInfinity);
+        maxima = s > maxima ? s : maxima;
+        store(scores + i, s);
+    }
+    *max = max_of_lanes(maxima);
+    // With nothing visible, subtracting 0 keeps e^(-inf) = 0; -inf - -inf would be NaN.
+    const Vec shift = broadcast(*max == kNegativeInfinity ? 0.0f : *max);
+    for (int i = 0; i < num_keys; i += kLanes) {
+        const Vec weight = exp_of_negative(load(scores + i) - shift);
+        store(scores + i, weight);
+        sums += weight;
+    }
+    *sum = sum_of_lanes(sums);
+}
+
+// Merges a tile's result into the result of the tiles before it. One body, so that all callers round alike.
+__attribute__((noinline)) void merge_tile(float* max, float* sum, float* output, float tile_max, float tile_sum,
+                                          const float* tile_output, int64_t head_dim) {
+    if (tile_max == kNegativeInfinity && tile_sum == 0.0f) return;
+    const float new_max = tile_max > *max ? tile_max : *max;
+    const float keep = std::exp(*max - new_max), take = std::exp(tile_max - new_max);
+    *sum = *sum * keep + tile_sum * take;
+    *max = new_max;
+    for (int64_t d = 0; d < head_dim; d += kLanes)
+        store(output + d, load(output + d) * broadcast(keep) + load(tile_output + d) * broadcast(take));
+}
+
+// A piece of work: some new tokens of a row, the query heads of one KV head, tiles first_tile to end_tile - 1.
+struct Unit {
+    int64_t row, kv_head, first_query, num_queries, first_tile, end_tile;
+    float* partials;  // null: write the output; else keep what each tile gives, for merge_partials
+    int64_t cost() const { return (end_tile - first_tile) * num_queries; }
+};
+
+// Calls work(scratch, i) for each i < num_items on up to num_threads threads, which take items as they get free.
+template <typename MakeScratch, typename Work>
+Status run_team(ParallelRegion parallel_region, int64_t num_threads, size_t num_items, MakeScratch make_scratch, Work work) {
+    std::atomic<size_t> next{0};
+    std::atomic<bool> failed{false};
+    auto member = [&] {
+        try {
+            auto scratch = make_scratch();
+            for (size_t i = next++; i < num_items; i = next++) work(scratch, i);
+        } catch (const std::bad_alloc&) {
+            failed = true;
+        }
+    };
+    num_threads = std::min<int64_t>(num_threads, int64_t(num_items));
+    if (num_threads < 2) {
+        member();
+    } else if (parallel_region) {
+        parallel_region([](void* data) { (*static_cast<decltype(member)*>(data))(); }, &member, unsigned(num_threads), 0);
+    } else {
+        std::vector<std::thread> others;
+        try {
+            for (int64_t i = 1; i < num_threads; ++i) others.emplace_back(member);
+        } catch (const std::system_error&) {  // no more threads to be had: those there are do the work
+        }
+        member();
+        for (std::thread& other : others) other.join();
+    }
+    return failed ? kNoMemory : kOk;
+}
+
+struct Attention {
+    const ForwardArgs& a;
+    const int64_t group = a.num_heads / a.num_kv_heads;
+    const int64_t queries_per_unit = std::max<int64_t>(1, kQueryRows / group);
+    const int64_t partial_size = group * (a.head_dim + 2);  // per tile: outputs, maxima, sums
+    std::vector<Unit> units;  // in the order of work: the longest first
+    std::vector<Unit> split;  // units that were cut; their partials lie one tile after the other
+    std::unique_ptr<float[]> partials;
+
+    int64_t query_len(int64_t row) const { return a.query_start_loc[row + 1] - a.query_start_loc[row]; }
+    int64_t position(int64_t row, int64_t query) const { return a.seq_lens[row] - query_len(row) + query; }
+    int64_t first_visible(int64_t position) const {
+        return a.sliding_window > 0 ? std::max<int64_t>(0, position - a.sliding_window + 1) : 0;
+    }
+
+    Status check() const {
+        if (a.query_start_loc[0] != 0 || a.query_start_loc[a.num_rows] != a.num_tokens) return kBadLengths;
+        for (int64_t row = 0; row < a.num_rows; ++row) {
+            if (query_len(row) < 0 || a.seq_lens[row] < query_len(row)) return kBadLengths;
+            if (query_len(row) == 0) continue;
+            const int64_t end_block = (a.seq_lens[row] + a.block_size - 1) / a.block_size;
+            if (end_block > a.max_blocks) return kBadLengths;
+            // Blocks that slid out of the window may be gone.
+            for (int64_t i = first_visible(position(row, 0)) / a.block_size; i < end_block; ++i) {
+                const int32_t block = a.block_tables[row * a.block_table_stride + i];
+                if (block < 0 || block >= a.num_blocks) return kBadBlock;
+            }
+        }
+        return kOk;
+    }
+
+    void plan() {
+        for (int64_t row = 0; row < a.num_rows; ++row)
+            for (int64_t query = 0; query < query_len(row); query += queries_per_unit)
+                for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+                    const int64_t num_queries = std::min(queries_per_unit, query_len(row) - query);
+                    const int64_t first_tile = first_visible(position(row, query)) / kTile;
+                    const int64_t end_tile = position(row, query + num_queries - 1) / kTile + 1;
+                    units.push_back({row, head, query, num_queries, first_tile, end_tile, nullptr});
+                }
+        if (a.num_threads > 1 && int64_t(units.size()) < 4 * a.num_threads) split_units();
+        std::stable_sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost() > y.cost(); });
+    }
+
+    // Few rows leave threads without work, so units of one token are cut along the sequence.
+    void split_units() {
+        const int64_t parts = (4 * a.num_threads + int64_t(units.size()) - 1) / std::max<int64_t>(1, units.size());
+        std::vector<Unit> whole;
+        std::swap(whole, units);
+        int64_t num_partials = 0;
+        for (const Unit& unit : whole) num_partials += unit.num_queries == 1 ? unit.end_tile - unit.first_tile : 0;
+        partials.reset(new float[num_partials * partial_size]);
+        float* next = partials.get();
+        for (Unit unit : whole) {
+            if (unit.num_queries > 1 || unit.end_tile - unit.first_tile < 2) {
+                units.push_back(unit);
+                continue;
+            }
+            unit.partials = next;
+            split.push_back(unit);
+            const int64_t num_tiles = unit.end_tile - unit.first_tile, step = (num_tiles + parts - 1) / parts;
+            for (int64_t tile = unit.first_tile; tile < unit.end_tile; tile += step) {
+                const int64_t end = std::min(tile + step, unit.end_tile);
+                units.push_back({unit.row, unit.kv_head, unit.first_query, 1, tile, end, next});
+                next += (end - tile) * partial_size;
+            }
+        }
+    }
+};
+
+// Work memory of one thread. Rows count (query token, head) pairs: token-major, so that heads of a token are adjacent.
+struct Scratch {
+    const int64_t max_rows, head_dim;
+    std::unique_ptr<float[]> memory{new float[max_rows * (3 * head_dim + kTile + 4) + 2 * kTile * head_dim]};
+    float* query = memory.get();
+    float* output = query + max_rows * head_dim;
+    float* tile_output = output + max_rows * head_dim;
+    float* scores = tile_output + max_rows * head_dim;
+    float* max = scores + max_rows * kTile;
+    float* sum = max + max_rows;
+    float* tile_max = sum + max_rows;
+    float* tile_sum = tile_max + max_rows;
+    float* keys = tile_sum + max_rows;
+    float* values = keys + kTile * head_dim;
+    const float* key_rows[kTile];
+    const float* value_rows[kTile];
+};
+
+inline const float* row_as_float(const float* row, float*, int64_t) { return row; }
+template <typename T>
+inline const float* row_as_float(const T* row, float* converted, int64_t head_dim) {
+    convert(row, converted, head_dim);
+    return converted;
+}
+
+// Points to the keys and values of a tile; gives how many there are.
+template <typename T>
+int load_tile(const Attention& attention, const Unit& unit, int64_t tile, Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    const int64_t first = attention.first_visible(attention.position(unit.row, unit.first_query));
+    const int64_t last = attention.position(unit.row, unit.first_query + unit.num_queries - 1);
+    const int num_keys = int(std::min<int64_t>(kTile, last + 1 - tile * kTile));
+    const int32_t* blocks = a.block_tables + unit.row * a.block_table_stride;
+    for (int i = 0; i < (num_keys + 3) / 4 * 4; ++i) {
+        // What no query of the unit sees may be another's by now, or NaN: a key that is seen stands in, with weight 0.
+        const int64_t position = std::min(std::max(tile * kTile + i, first), last);
+        const int64_t slot = blocks[position / a.block_size] * a.block_size + position % a.block_size;
+        const int64_t offset = (slot * a.num_kv_heads + unit.kv_head) * a.head_dim;
+        s.key_rows[i] = row_as_float(static_cast<const T*>(a.key_cache) + offset, s.keys + i * a.head_dim, a.head_dim);
+        s.value_rows[i] =
+            row_as_float(static_cast<const T*>(a.value_cache) + offset, s.values + i * a.head_dim, a.head_dim);
+    }
+    return num_keys;
+}
+
+// Leaves scores, maxima, sums and outputs of one tile in the scratch.
+void attend_to_tile(const Attention& attention, const Unit& unit, int64_t tile, int num_keys, Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    const int64_t num_rows = unit.num_queries * attention.group;
+    const auto for_row_blocks = [&](auto three, auto two, auto one) {
+        int64_t row = 0;
+        for (; row + 3 <= num_rows; row += 3) three(row);
+        if (num_rows - row == 2) two(row);
+        if (num_rows - row == 1) one(row);
+    };
+    const auto score = [&](auto rows_at_once) {
+        return [&](int64_t row) {
+            score_rows<rows_at_once>(s.query + row * a.head_dim, s.key_rows, num_keys, a.head_dim, s.scores + row * kTile);
+        };
+    };
+    const auto weigh = [&](auto rows_at_once) {
+        return [&](int64_t row) {
+            weigh_rows<rows_at_once>(s.scores + row * kTile, s.value_rows, num_keys, a.head_dim,
+                                     s.tile_output + row * a.head_dim);
+        };
+    };
+    const std::integral_constant<int, 1> one;
+    const std::integral_constant<int, 2> two;
+    const std::integral_constant<int, 3> three;
+    for_row_blocks(score(three), score(two), score(one));
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t position = attention.position(unit.row, unit.first_query + row / attention.group);
+        const int64_t begin = attention.first_visible(position) - tile * kTile, end = position + 1 - tile * kTile;
+        softmax_of_tile(s.scores + row * kTile, num_keys, int(std::clamp<int64_t>(begin, 0, kTile)),
+                        int(std::clamp<int64_t>(end, 0, kTile)), a.softcap, s.tile_max + row, s.tile_sum + row);
+    }
+    for_row_blocks(weigh(three), weigh(two), weigh(one));
+}
+
+template <typename T>
+void write_output(const Attention& attention, const Unit& unit, const float* output, const float* sum) {
+    const ForwardArgs& a = attention.a;
+    for (int64_t row = 0; row < unit.num_queries * attention.group; ++row) {
+        const int64_t token = a.query_start_loc[unit.row] + unit.first_query + row / attention.group;
+        const int64_t head = unit.kv_head * attention.group + row % attention.group;
+        T* to = static_cast<T*>(a.output) + (token * a.num_heads + head) * a.head_dim;
+        for (int64_t d = 0; d < a.head_dim; ++d) from_float(output[row * a.head_dim + d] / sum[row], to + d);
+    }
+}
+
+void clear(Scratch& s, int64_t num_rows) {
+    std::fill_n(s.output, num_rows * s.head_dim, 0.0f);
+    std::fill_n(s.sum, num_rows, 0.0f);
+    std::fill_n(s.max, num_rows, kNegativeInfinity);
+}
+
+template <typename T>
+void attend(const Attention& attention, const Unit& unit, Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    const int64_t num_rows = unit.num_queries * attention.group;
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t token = a.query_start_loc[unit.row] + unit.first_query + row / attention.group;
+        const int64_t head = unit.kv_head * attention.group + row % attention.group;
+        const T* from = static_cast<const T*>(a.query) + token * a.query_token_stride + head * a.query_head_stride;
+        for (int64_t d = 0; d < a.head_dim; ++d) s.query[row * a.head_dim + d] = to_float(from[d]) * a.scale;
+    }
+    clear(s, num_rows);
+    for (int64_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
+        attend_to_tile(attention, unit, tile, load_tile<T>(attention, unit, tile, s), s);
+        if (unit.partials) {
+            float* partial = unit.partials + (tile - unit.first_tile) * attention.partial_size;
+            std::copy_n(s.tile_output, num_rows * a.head_dim, partial);
+            std::copy_n(s.tile_max, num_rows, partial + num_rows * a.head_dim);
+            std::copy_n(s.tile_sum, num_rows, partial + num_rows * (a.head_dim + 1));
+            continue;
+        }
+        for (int64_t row = 0; row < num_rows; ++row)
+            merge_tile(s.max + row, s.sum + row, s.output + row * a.head_dim, s.tile_max[row], s.tile_sum[row],
+                       s.tile_output + row * a.head_dim, a.head_dim);
+    }
+    if (!unit.partials) write_output<T>(attention, unit, s.output, s.sum);
+}
+
+template <typename T>
+void merge_partials(const Attention& attention, const Unit& unit, Scratch& s) {
+    const int64_t num_rows = attention.group, head_dim = attention.a.head_dim;
+    clear(s, num_rows);
+    for (int64_t tile = 0; tile < unit.end_tile - unit.first_tile; ++tile) {
+        const float* partial = unit.partials + tile * attention.partial_size;
+        for (int64_t row = 0; row < num_rows; ++row)
+            merge_tile(s.max + row, s.sum + row, s.output + row * head_dim, partial[num_rows * head_dim + row],
+                       partial[num_rows * (head_dim + 1) + row], partial + row * head_dim, head_dim);
+    }
+    write_output<T>(attention, unit, s.output, s.sum);
+}
+
+template <typename T>
+Status forward(const ForwardArgs& args) {
+    Attention attention{args};
+    const Status status = attention.check();
+    if (status != kOk) return status;
+    attention.plan();
+    const auto make_scratch = [&] { return Scratch{attention.queries_per_unit * attention.group, args.head_dim}; };
+    const auto on_team = [&](const std::vector<Unit>& units, auto work) {
+        return run_team(args.parallel_region, args.num_threads, units.size(), make_scratch,
+                        [&](Scratch& scratch, size_t i) { work(attention, units[i], scratch); });
+    };
+    const Status attended = on_team(attention.units, attend<T>);
+    return attended == kOk ? on_team(attention.split, merge_partials<T>) : attended;
+}
+
+}  // namespace
+
+extern "C" int runnerd_attention_write(const WriteArgs* args) {
+    const WriteArgs& a = *args;
+    for (int64_t token = 0; token < a.num_tokens; ++token)
+        if (a.slot_mapping[token] < 0 || a.slot_mapping[token] >= a.num_slots) return kBadSlot;
+    const auto copy = [&](const void* from, int64_t token_stride, int64_t head_stride, void* cache, int64_t token) {
+        const char* source = static_cast<const char*>(from) + token * token_stride * a.item_bytes;
+        char* target = static_cast<char*>(cache) + a.slot_mapping[token] * a.num_kv_heads * a.head_bytes;
+        for (int64_t head = 0; head < a.num_kv_heads; ++head)
+            std::memcpy(target + head * a.head_bytes, source + head * head_stride * a.item_bytes, a.head_bytes);
+    };
+    for (int64_t token = 0; token < a.num_tokens; ++token) {
+        copy(a.key, a.key_token_stride, a.key_head_stride, a.key_cache, token);
+        copy(a.value, a.value_token_stride, a.value_head_stride, a.value_cache, token);
+    }
+    return kOk;
+}
+
+extern "C" int runnerd_attention_forward(const ForwardArgs* args) {
+    try {
+        if (args->dtype == kFloat32) return forward<float>(*args);
+        return args->dtype == kBFloat16 ? forward<BFloat16>(*args) : forward<Float16>(*args);
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    }
+}
