@@ -60,6 +60,14 @@ class EngineFailed(RunnerdError):
     """The engine failed while it computed the request."""
 
 
+class EngineStartFailed(RunnerdError):
+    """The engine process could not start; ``kind`` is the class name of the error there."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
 class RowFailed(RunnerdError):
     """The runner could not compute this request; others go on."""
 
