@@ -38,8 +38,6 @@ from runnerd_spi import (
 
 _BYTES_PER_TOKEN = 8
 """What a position takes in the simulated KV cache."""
-_CLOSE_SECONDS = 5.0
-"""How long ``close`` waits for launched work; a stalled device may need longer and is given up."""
 _LOAD_PARTS = 20
 
 
@@ -58,14 +56,16 @@ class SimModelRunner:
     Args:
         config: What the operator chose.
         capabilities: What the plug-in declares; the configuration must be within it.
+        close_seconds: How long ``close`` waits for launched work; a device that needs longer is given up.
 
     Raises:
         InvalidOption: An option or a configured value is out of range.
     """
 
-    def __init__(self, config: RunnerConfig, capabilities: RunnerCapabilities) -> None:
+    def __init__(self, config: RunnerConfig, capabilities: RunnerCapabilities, *, close_seconds: float = 5.0) -> None:
         _check_config(config, capabilities)
         self._config = config
+        self._close_seconds = close_seconds
         self._options = SimOptions.from_mapping(config.options)
         self._state = _State.CREATED
         self._model: SimModel | None = None
@@ -188,9 +188,9 @@ class SimModelRunner:
         return handle
 
     def close(self) -> None:
-        """Wait for launched work, at most some seconds, and end. Handles that are out stay readable."""
+        """Wait for launched work, at most ``close_seconds``, and end. Handles that are out stay readable."""
         if self._device is not None and self._state is not _State.CLOSED:
-            self._device.close(_CLOSE_SECONDS)
+            self._device.close(self._close_seconds)
         self._state = _State.CLOSED
         self._unresolved.clear()
         self._model = self._executor = self._checker = self._device = None

@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runnerd_sim.model import EOS_TOKEN_ID, VOCAB_SIZE, SimModel, history_terms, uniform
@@ -168,6 +168,7 @@ def test_ranks_are_distinct_among_equals_and_agree_with_the_order_of_the_best() 
     assert [token for token, _ in token_logprobs(logits, 0, 4).top] == [1, 2, 3, 0]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40))
 def test_the_greedy_fast_path_and_the_full_pipeline_choose_the_same_token(token_ids: list[int]) -> None:
     ids = np.array(token_ids, dtype=np.int64)
@@ -197,6 +198,7 @@ def test_whatever_can_change_a_greedy_result_leaves_the_fast_path(change: dict[s
     assert not is_plain_greedy(SamplingParams(**{"temperature": 0.0} | change))  # type: ignore[arg-type]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1), st.integers(0, 10_000))
 def test_the_random_number_is_in_range_and_depends_on_seed_and_index(seed: int, index: int) -> None:
     number = uniform(seed, index)
@@ -212,6 +214,7 @@ def test_random_numbers_are_spread_evenly() -> None:
     assert all(850 < count < 1150 for count in counts.values())
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=2, max_size=20), st.data())
 def test_a_history_depends_on_every_token_and_its_place(token_ids: list[int], data: st.DataObject) -> None:
     def total(ids: list[int], first: int = 0) -> int:
