@@ -247,6 +247,12 @@ def test_a_row_of_another_epoch_is_refused() -> None:
         sampler.plan([SampleRow(0, 0, 0)])
 
 
+def test_a_batch_without_rows_gives_no_outputs() -> None:
+    sampler = sampler_of([SamplingParams()], 4)
+    batch = sampler.plan([])
+    assert row_outputs(batch, sampler.sample(torch.empty(0, 4), batch, token_table(1))) == []
+
+
 def test_shapes_that_do_not_fit_are_refused() -> None:
     sampler = sampler_of([SamplingParams()], 4)
     batch = sampler.plan([SampleRow(0, 0, 0)])

@@ -19,6 +19,8 @@ from runnerd_torch.sampling.batch import Draws
 WEIGHT_BITS = 40
 """2**40 times a vocabulary of 2**22 tokens fits into int64."""
 
+_LEAST_EXPONENT = -64.0
+
 
 def draw_tokens(logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
     """Draw one token for each row.
@@ -77,14 +79,18 @@ def most_likely_ids(logits: torch.Tensor, num_ids: int) -> torch.Tensor:
     # topk leaves the order of equals open, and logits of 16-bit models have many. An integer key that holds the logit
     # above and the id below has no equals. Adding 0 makes -0.0 and 0.0 one value.
     bits = (logits + 0.0).view(torch.int32)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(torch.int64)
-    keys = (ordered << 32) | torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    # Negative floats order backwards as integers: flip all but their sign.
+    bits.bitwise_xor_((bits >> 31).bitwise_and_(0x7FFFFFFF))
+    backwards = torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    keys = bits.to(torch.int64).bitwise_left_shift_(32).bitwise_or_(backwards)
     return logits.shape[1] - 1 - (torch.topk(keys, num_ids, dim=1).values & 0xFFFFFFFF)
 
 
 def _weights(values: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
     # The difference comes before the division: a tiny temperature then gives -inf, never inf - inf.
-    relative = (values - highest).div_(draws.temperature.of(buffer)).exp_()
+    exponents = (values - highest).div_(draws.temperature.of(buffer))
+    # Far below the smallest weight, and exp is many times slower on CPUs where its result underflows.
+    relative = exponents.clamp_(min=_LEAST_EXPONENT).exp_()
     return relative.mul_(2.0**WEIGHT_BITS).to(torch.int64)
 
 
