@@ -1,0 +1,139 @@
+"""The runner of the engine's plans on a torch device; synchronous and asynchronous are this one class.
+
+It is composed of a device, an attention kernel and the parts that load and launch; a new chip brings its own device and
+kernel, never a subclass. This module keeps the order of the calls and knows nothing of a step's insides.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from runnerd_spi import KVBudget, LifecycleError, ModelInfo, Progress, RunnerConfig, StepPlan
+from runnerd_torch.attention import PagedAttention
+from runnerd_torch.devices.base import Device
+from runnerd_torch.handle import TorchStepHandle
+from runnerd_torch.launching import StepLauncher
+from runnerd_torch.loading import LoadedModel, load_model
+from runnerd_torch.memory import kv_budget
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_TIMEOUT_SECONDS = 30.0
+_ORDER = ("load", "profile", "init_kv_cache", "warm_up", "execute_model")
+
+
+class TorchModelRunner:
+    """A transformers model over a paged KV cache on one device.
+
+    Args:
+        config: What the operator chose.
+        device: The chip; the runner closes it.
+        build_attention: Gives the paged attention; may compile, so it is called by ``load``.
+        max_logprobs: Most alternatives a request may ask for.
+    """
+
+    def __init__(
+        self,
+        config: RunnerConfig,
+        device: Device,
+        build_attention: Callable[[], PagedAttention],
+        max_logprobs: int,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._build_attention = build_attention
+        self._max_logprobs = max_logprobs
+        self._next_call = "load"
+        self._closed = False
+        self._free_bytes_before_load = 0
+        self._loaded: LoadedModel | None = None
+        self._launcher: StepLauncher | None = None
+
+    def load(self, progress: Progress) -> ModelInfo:
+        """Read the weights and put them on the device.
+
+        Raises:
+            LifecycleError: The model is loaded already, or the runner is closed.
+            ModelLoadError: The model cannot be read or served; ``load`` may be called again.
+        """
+        self._require("load")
+        self._free_bytes_before_load = self._device.memory().free_bytes
+        self._loaded = load_model(self._config, self._device, progress)
+        self._next_call = "profile"
+        return self._loaded.info
+
+    def profile(self) -> KVBudget:
+        """Give what weights and activations leave for the KV cache.
+
+        Raises:
+            LifecycleError: The model is not loaded, this was called before, or the runner is closed.
+        """
+        loaded = self._require_loaded("profile")
+        budget = kv_budget(loaded.shape, self._config, self._free_bytes_before_load, self._device.memory())
+        self._next_call = "init_kv_cache"
+        return budget
+
+    def init_kv_cache(self, num_blocks: int) -> None:
+        """Allocate ``num_blocks`` blocks.
+
+        Raises:
+            LifecycleError: ``profile`` was not called, this was called before, or the runner is closed.
+            ValueError: There would be no block.
+        """
+        loaded = self._require_loaded("init_kv_cache")
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks {num_blocks}, expected at least 1; give the KV cache more memory")
+        self._launcher = StepLauncher(
+            self._config, self._device, loaded, self._build_attention(), num_blocks, self._max_logprobs
+        )
+        self._next_call = "warm_up"
+
+    def warm_up(self) -> None:
+        """Run a prefill and a full decode step, so that the first requests find everything built.
+
+        Raises:
+            LifecycleError: There is no KV cache, this was called before, or the runner is closed.
+            StepFailed: A step failed.
+        """
+        self._require_launcher("warm_up").warm_up()
+        self._next_call = "execute_model"
+
+    def execute_model(self, plan: StepPlan) -> TorchStepHandle:
+        """Launch a step and give its handle; settles the oldest step when ``max_in_flight`` are unresolved.
+
+        Raises:
+            LifecycleError: The runner is not warmed up, or closed.
+            PlanError: The plan breaks the contract; nothing was changed.
+            StepFailed: An earlier step failed.
+        """
+        begin_ns = time.monotonic_ns()
+        return self._require_launcher("execute_model").launch(plan, begin_ns)
+
+    def close(self) -> None:
+        """Wait for launched work, at most half a minute, and give everything back."""
+        if self._closed:
+            return
+        self._closed = True
+        if not self._device.close(_CLOSE_TIMEOUT_SECONDS):
+            logger.warning("work on %s did not end within %s s", self._device.description, _CLOSE_TIMEOUT_SECONDS)
+        self._loaded = self._launcher = None
+
+    def _require(self, call: str) -> None:
+        if self._closed:
+            raise LifecycleError(f"{call} was called on a closed runner; create a new one")
+        if self._next_call != call:
+            raise LifecycleError(
+                f"{call} was called, expected {self._next_call} next; the order is {', '.join(_ORDER)}"
+            )
+
+    def _require_loaded(self, call: str) -> LoadedModel:
+        self._require(call)
+        assert self._loaded is not None
+        return self._loaded
+
+    def _require_launcher(self, call: str) -> StepLauncher:
+        self._require(call)
+        assert self._launcher is not None
+        return self._launcher
