@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from runnerd_service.engine.messages import FinishKind, Logprobs, RequestOutput
-from runnerd_service.engine.request import RequestState
+from runnerd_service.engine.request import RequestState, Status
 from runnerd_service.engine.scheduler import ScheduledStep, Scheduler
 from runnerd_spi import Row, RowOutput, StepOutput, TokenLogprobs
 
@@ -41,7 +41,8 @@ class Settler:
                 shown = self._settle_row(request, row, result)
                 if shown is not None:
                     outputs.append(shown)
-            self._scheduler.reclaim(request)
+            if request.status is not Status.RUNNING:
+                self._scheduler.reclaim(request)
         return outputs
 
     def fail(self, step: ScheduledStep, error: str) -> list[RequestOutput]:
@@ -56,15 +57,18 @@ class Settler:
     def _settle_row(self, request: RequestState, row: Row, result: RowOutput) -> RequestOutput | None:
         if result.failure is not None:
             return self._failed(request, result.failure)
-        error = self._violation(request, row, result)
+        token_id = result.token_id
+        error = self._token_violation(request, row, result)
+        wants_prompt_logprobs = request.sampling_params.num_prompt_logprobs is not None
+        if wants_prompt_logprobs and not error:
+            error = _prompt_logprobs_violation(request, row, result)
         if error:
             return self._failed(request, f"contract violation: {error}")
         self._scheduler.publish(request, row.first_position + row.num_new_tokens)
         prompt_logprobs: tuple[Logprobs, ...] = ()
-        if request.wants_prompt_logprobs:
+        if wants_prompt_logprobs:
             _collect_prompt_logprobs(request, row, result)
             prompt_logprobs = request.take_prompt_logprobs()
-        token_id = result.token_id
         if token_id is None:
             return RequestOutput(request.uid, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
         request.token_ids.append(token_id)
@@ -82,23 +86,17 @@ class Settler:
             request.num_cached_tokens,
         )
 
-    def _violation(self, request: RequestState, row: Row, result: RowOutput) -> str:
-        """Say how a row breaks the contract; empty when it does not."""
+    def _token_violation(self, request: RequestState, row: Row, result: RowOutput) -> str:
+        """Say how a row's token breaks the contract; empty when it does not."""
         token_id = result.token_id
         if not row.sample:
-            if token_id is not None:
-                return f"token {token_id} for a row that samples none"
-        elif token_id is None:
+            return "" if token_id is None else f"token {token_id} for a row that samples none"
+        if token_id is None:
             return "no token for a row that samples one"
-        elif not 0 <= token_id < self._vocab_size:
+        if not 0 <= token_id < self._vocab_size:
             return f"token {token_id}, expected 0 to {self._vocab_size - 1}"
-        elif result.logprobs is None and request.sampling_params.num_logprobs is not None:
+        if result.logprobs is None and request.sampling_params.num_logprobs is not None:
             return f"no logprobs for token {token_id}, which the request asks for"
-        if request.wants_prompt_logprobs:
-            end = min(row.first_position + row.num_new_tokens, request.num_prompt_tokens - 1)
-            expected = max(0, end - row.first_position)
-            if len(result.prompt_logprobs) != expected:
-                return f"{len(result.prompt_logprobs)} records of prompt tokens, expected {expected}"
         return ""
 
     def _failed(self, request: RequestState, error: str) -> RequestOutput:
@@ -114,6 +112,14 @@ def finish_of(request: RequestState) -> FinishKind | None:
     if last in request.stop_token_ids:
         return "stop_token"
     return "length" if len(request.token_ids) >= request.max_num_tokens else None
+
+
+def _prompt_logprobs_violation(request: RequestState, row: Row, result: RowOutput) -> str:
+    end = min(row.first_position + row.num_new_tokens, request.num_prompt_tokens - 1)
+    expected = max(0, end - row.first_position)
+    if len(result.prompt_logprobs) != expected:
+        return f"{len(result.prompt_logprobs)} records of prompt tokens, expected {expected}"
+    return ""
 
 
 def _collect_prompt_logprobs(request: RequestState, row: Row, result: RowOutput) -> None:
