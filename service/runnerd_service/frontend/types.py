@@ -146,3 +146,12 @@ class ModelDescription:
 
 
 ServerState = Literal["loading", "serving", "draining", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenized:
+    """What Tokenize tells: the ids, how the vocabulary spells each, and the most tokens a request may have."""
+
+    ids: tuple[int, ...]
+    tokens: tuple[str, ...]
+    max_model_len: int

@@ -1,0 +1,316 @@
+"""The front end: takes generations, gives their events, and owns the engine client and the tokenizer.
+
+Where a request lives, from the first look at it to its last event, is one ``try``/``finally`` in
+:meth:`Frontend.generate`: whatever ends it (the reader leaves, a cancel, an error), the engine forgets it. Engine
+requests are named by numbers that are never used twice, so a request id may be used again as soon as it is free. This
+module knows no gRPC and no torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from runnerd_service.config import ServerConfig
+from runnerd_service.engine.client import EngineClient
+from runnerd_service.engine.messages import EngineError, EngineReady, Load, LoadProgress, RequestOutput
+from runnerd_service.errors import (
+    DuplicateRequest,
+    EngineFailed,
+    NotReady,
+    Overloaded,
+    RequestAborted,
+    RowFailed,
+    RunnerdError,
+)
+from runnerd_service.frontend.loading import LoadedModel, load_model
+from runnerd_service.frontend.preparation import PreparedRequest, is_long
+from runnerd_service.frontend.states import StateBoard
+from runnerd_service.frontend.stream import RequestStream
+from runnerd_service.frontend.types import (
+    ChatPrompt,
+    Event,
+    Generation,
+    ModelDescription,
+    ServerState,
+    Started,
+    Tokenized,
+)
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+Progress = Callable[[str, int, int], None]
+"""``progress(stage, done, total)``."""
+
+_LOADING_RETRY_SECONDS = 2.0
+_OVERLOAD_RETRY_SECONDS = 1.0
+_SHUTTING_DOWN = "the server is shutting down"
+
+
+@dataclass(slots=True, eq=False)
+class _LiveRequest:
+    """A request that has begun and whose reader has not left."""
+
+    request_id: str
+    uids: list[int] = field(default_factory=list)
+    """Its engine requests, by output index; empty until submitted."""
+    stream: RequestStream | None = None
+    error: RunnerdError | None = None
+    """Why it ends before it was submitted."""
+
+
+class Frontend:
+    """Serves generations by one engine process.
+
+    Args:
+        config: The server's configuration.
+    """
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._config = config
+        self._engine = EngineClient(config.engine, self._on_engine_failure)
+        self._states = StateBoard("loading")
+        self._model: LoadedModel | None = None
+        self._live: dict[str, _LiveRequest] = {}
+        self._open_uids: set[int] = set()
+        """Engine requests whose end is not known yet."""
+        self._uids = itertools.count(1)
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.last_error = ""
+        """The engine's last error; empty if there was none."""
+
+    @property
+    def state(self) -> ServerState:
+        """What the server does now."""
+        return self._states.state
+
+    def states(self) -> AsyncIterator[ServerState]:
+        """Give the present state, then each change, until the front end is closed."""
+        return self._states.follow()
+
+    @property
+    def load(self) -> Load:
+        """The engine's latest counters."""
+        return self._engine.load
+
+    @property
+    def engine_ready(self) -> EngineReady | None:
+        """What the engine told when it was ready; None before."""
+        return None if self._model is None else self._model.ready
+
+    @property
+    def num_live(self) -> int:
+        """Requests whose readers have not left."""
+        return len(self._live)
+
+    async def start(self, on_progress: Progress = lambda stage, done, total: None) -> None:
+        """Load the tokenizer and start the engine, both at once; then serve.
+
+        Raises:
+            ConfigurationError: Something cannot be served as configured.
+            EngineStartFailed: The runner or the model cannot be used.
+        """
+
+        def report(progress: LoadProgress) -> None:
+            on_progress(progress.stage, progress.done, progress.total)
+
+        try:
+            self._model = await load_model(self._config, self._engine.start(report))
+        except BaseException as error:
+            self.last_error = str(error)
+            self._states.set("failed")
+            await self._engine.close()
+            raise
+        if self.state == "loading":
+            self._states.set("serving")
+
+    async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+        """Give the events of a generation; close the generator (``contextlib.aclosing``) to end it early.
+
+        Raises:
+            InvalidRequest: Fields are wrong or not served.
+            ModelNotFound: It names another model.
+            DuplicateRequest: Its id is that of a live request.
+            NotReady: The model loads, the server drains, or the engine is down.
+            Overloaded: Too many requests wait.
+            RequestAborted: :meth:`abort` ended it.
+            RowFailed: The runner could not compute it.
+            EngineFailed: The engine failed.
+        """
+        arrival = asyncio.get_running_loop().time()
+        model = self._require_model(accepts_work=True)
+        live = self._register(generation)
+        timer: asyncio.TimerHandle | None = None
+        try:
+            request = await _in_thread_if(is_long(generation.prompt), lambda: model.preparer.prepare(generation))
+            stream = self._submit(model, live, request)
+            if request.time_limit_seconds is not None:
+                loop = asyncio.get_running_loop()
+                timer = loop.call_at(arrival + request.time_limit_seconds, stream.end_by_time)
+            yield Started(live.request_id, request.seed, len(request.prompt_token_ids))
+            while (event := await stream.next_event()) is not None:
+                yield event
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._release(live)
+
+    def abort(self, request_id: str) -> bool:
+        """End a live request: its reader gets RequestAborted. Give whether there was something to end."""
+        live = self._live.get(request_id)
+        return live is not None and self._fail(live, RequestAborted(f"request {request_id!r} was aborted"))
+
+    async def tokenize(self, prompt: str | ChatPrompt, add_special_tokens: bool | None = None) -> Tokenized:
+        """Give the token ids that :meth:`generate` would see.
+
+        Raises:
+            InvalidRequest: The prompt is wrong.
+            NotReady: The model loads or is gone.
+        """
+        preparer = self._require_model(accepts_work=False).preparer
+        add = add_special_tokens is not False
+        return await _in_thread_if(is_long(prompt), lambda: preparer.tokenize(prompt, add_special_tokens=add))
+
+    async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool | None = None) -> str:
+        """Give the text of token ids; invalid UTF-8 shows as U+FFFD.
+
+        Raises:
+            InvalidRequest: Ids outside the vocabulary.
+            NotReady: The model loads or is gone.
+        """
+        preparer = self._require_model(accepts_work=False).preparer
+        return preparer.detokenize(token_ids, skip_special_tokens=skip_special_tokens is not False)
+
+    def describe_model(self) -> ModelDescription:
+        """Describe the served model.
+
+        Raises:
+            NotReady: The model loads or is gone.
+        """
+        return self._require_model(accepts_work=False).describe()
+
+    async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 # requests are ended, the wait is not cancelled
+        """Refuse new requests and wait for the live ones; give whether all ended by themselves.
+
+        Args:
+            timeout: Seconds after which those still live are ended; their readers get NotReady.
+        """
+        if self.state in ("loading", "serving"):
+            self._states.set("draining")
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning("%d requests did not end in %g seconds; they are ended", len(self._live), timeout)
+            self._fail_all(NotReady(_SHUTTING_DOWN))
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End all requests and the engine process. Harmless when closed already."""
+        if self.state in ("loading", "serving"):
+            self._states.set("draining")
+        self._fail_all(NotReady(_SHUTTING_DOWN))
+        await self._engine.close()
+        self._states.close()
+
+    def _require_model(self, *, accepts_work: bool) -> LoadedModel:
+        if self.state == "failed":
+            reason = self.last_error.partition("\n")[0]
+            raise NotReady(f"the engine failed: {reason}")
+        if self._model is None:
+            raise NotReady("the model is loading", retry_after_seconds=_LOADING_RETRY_SECONDS)
+        if accepts_work and self.state == "draining":
+            raise NotReady(_SHUTTING_DOWN)
+        return self._model
+
+    def _register(self, generation: Generation) -> _LiveRequest:
+        request_id = uuid.uuid4().hex if generation.request_id is None else generation.request_id
+        if request_id in self._live:
+            raise DuplicateRequest(f"a live request has the id {request_id!r}; use another or wait for its end")
+        self._check_capacity(generation.n or 1)
+        live = _LiveRequest(request_id)
+        self._live[request_id] = live
+        self._idle.clear()
+        return live
+
+    def _submit(self, model: LoadedModel, live: _LiveRequest, request: PreparedRequest) -> RequestStream:
+        """Give the request to the engine. Nothing in here waits, so no cancel can fall between its parts."""
+        if live.error is not None:
+            raise live.error
+        self._require_model(accepts_work=True)  # it may have changed while a long prompt was prepared
+        self._check_capacity(request.n)
+        stream = RequestStream(request, model.tokenizer, lambda index: self._forget((live.uids[index],)))
+        live.stream = stream
+        for index in range(request.n):
+            uid = next(self._uids)
+            self._engine.add(request.add_request(uid, index), self._sink(live, stream, index))
+            live.uids.append(uid)
+            self._open_uids.add(uid)
+        logger.debug("request %s: %d prompt tokens", live.request_id, len(request.prompt_token_ids))
+        return stream
+
+    def _sink(self, live: _LiveRequest, stream: RequestStream, index: int) -> Callable[[RequestOutput], None]:
+        def sink(output: RequestOutput) -> None:
+            if output.finish is not None:
+                self._open_uids.discard(output.uid)
+            if output.finish == "failed":
+                # The engine's own failure fails every request; a row's failure this one alone.
+                kind = RowFailed if self._engine.failure is None else EngineFailed
+                self._fail(live, kind(output.error))
+            else:
+                stream.receive(index, output)
+
+        return sink
+
+    def _release(self, live: _LiveRequest) -> None:
+        self._forget(live.uids)
+        del self._live[live.request_id]
+        if not self._live:
+            self._idle.set()
+
+    def _fail(self, live: _LiveRequest, error: RunnerdError) -> bool:
+        if live.stream is None:
+            first, live.error = live.error is None, live.error or error
+            return first
+        failed = live.stream.fail(error)
+        if failed:
+            self._forget(live.uids)
+        return failed
+
+    def _forget(self, uids: Sequence[int]) -> None:
+        self._open_uids.difference_update(uids)
+        self._engine.abort(uids)
+
+    def _fail_all(self, error: RunnerdError) -> None:
+        for live in tuple(self._live.values()):
+            self._fail(live, error)
+
+    def _check_capacity(self, num_new: int) -> None:
+        limit, num_open = self._config.max_waiting, len(self._open_uids)
+        beyond_slots = num_open + num_new - self._config.engine.max_num_seqs
+        # When memory is short, sequences wait though slots are free. The engine's count is as old as its last step.
+        num_waiting = min(self._engine.load.num_waiting, num_open)
+        if beyond_slots > limit or (num_waiting and num_waiting + num_new > limit):
+            raise Overloaded(
+                f"{num_open} sequences run or wait, with {num_new} more would wait more than {limit}; try again later",
+                subject="max_waiting",
+                retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
+            )
+
+    def _on_engine_failure(self, error: EngineError) -> None:
+        logger.error("the engine failed: %s: %s", error.kind, error.message)
+        self.last_error = f"{error.kind}: {error.message}"
+        self._states.set("failed")
+
+
+async def _in_thread_if(long: bool, work: Callable[[], _Result]) -> _Result:
+    """Run short work here and now, long work in a thread: the tokenizer leaves the interpreter to others meanwhile."""
+    return await asyncio.to_thread(work) if long else work()

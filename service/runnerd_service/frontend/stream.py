@@ -1,0 +1,119 @@
+"""The meeting point of a request's engine outputs and its reader: everything new is merged until the reader takes it.
+
+The engine's side calls in, never waits and wakes the reader at most once a step; the reader takes one event at a
+time. What waits is bounded by what the request may generate. This module knows no engine process and no registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from runnerd_service.engine.messages import Logprobs, RequestOutput
+from runnerd_service.errors import RunnerdError
+from runnerd_service.frontend.output import OutputBuffer, make_record
+from runnerd_service.frontend.preparation import PreparedRequest
+from runnerd_service.frontend.tokenizer import Tokenizer
+from runnerd_service.frontend.types import Event, PromptRecords
+
+
+class RequestStream:
+    """The events of one request after Started. All methods run in the event loop.
+
+    Args:
+        request: What was asked for.
+        tokenizer: The model's.
+        end_early: Called with the index of an output that ends before the engine knows.
+    """
+
+    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer, end_early: Callable[[int], None]) -> None:
+        self._request = request
+        self._tokenizer = tokenizer
+        self._end_early = end_early
+        self._outputs = [OutputBuffer(index, request, tokenizer) for index in range(request.n)]
+        self._num_open = request.n
+        self._changed: dict[int, None] = {}
+        """Indexes of outputs that may have news, oldest first."""
+        self._error: RunnerdError | None = None
+        self._wake = asyncio.Event()
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._awaits_prompt = request.sampling.num_prompt_logprobs is not None and len(request.prompt_token_ids) > 1
+        self._owes_prompt = request.sampling.num_prompt_logprobs is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether each output has its finish."""
+        return self._num_open == 0
+
+    def receive(self, index: int, output: RequestOutput) -> None:
+        """Take what a step gave output ``index``; failures come by :meth:`fail`."""
+        buffer = self._outputs[index]
+        if self._error is not None or buffer.ended:
+            return
+        if output.prompt_logprobs:
+            self._prompt_logprobs = output.prompt_logprobs
+            self._awaits_prompt = False
+        if buffer.push(output):
+            self._end_early(index)
+        self._note(index)
+
+    def end_by_time(self) -> None:
+        """End the outputs that are still open: the request's time is over."""
+        if self._error is not None:
+            return
+        self._awaits_prompt = False
+        for index, buffer in enumerate(self._outputs):
+            if not buffer.ended:
+                self._end_early(index)
+                buffer.end_by_time()
+                self._note(index)
+
+    def fail(self, error: RunnerdError) -> bool:
+        """Let the reader get ``error`` after what there is; give whether the request had neither ended nor failed."""
+        if self.ended or self._error is not None:
+            return False
+        self._error = error
+        self._wake.set()
+        return True
+
+    async def next_event(self) -> Event | None:
+        """Wait for news and give it; None when all outputs have ended and were taken.
+
+        Raises:
+            RunnerdError: What :meth:`fail` was given.
+        """
+        while True:
+            event = self._take()
+            if event is not None:
+                return event
+            if self._error is not None:
+                raise self._error
+            if self.ended:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+
+    def _note(self, index: int) -> None:
+        if self._outputs[index].ended:
+            self._num_open -= 1
+        self._changed[index] = None
+        self._wake.set()
+
+    def _take(self) -> Event | None:
+        if self._awaits_prompt:
+            return None
+        if self._owes_prompt and self._changed:
+            self._owes_prompt = False
+            return self._prompt_records()
+        while self._changed:
+            index = next(iter(self._changed))
+            del self._changed[index]
+            chunk = self._outputs[index].take()
+            if chunk is not None:
+                return chunk
+        return None
+
+    def _prompt_records(self) -> PromptRecords:
+        texts = self._tokenizer.stream(skip_special_tokens=False).push(self._request.prompt_token_ids)[1:]
+        records = zip(self._prompt_logprobs, texts, strict=False)
+        return PromptRecords(tuple(make_record(logprobs, text, self._tokenizer) for logprobs, text in records))

@@ -1,0 +1,233 @@
+"""Checks a request's options against the contract, the server's limits and what the runner serves.
+
+All violations are collected, each with the path of its field in the request message. What a runner does not serve is
+refused by name unless the value asks for nothing (a penalty of 0, a top_p of 1). The prompt is checked where it
+becomes tokens (:mod:`runnerd_service.frontend.preparation`). This module knows no gRPC and no engine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+
+from runnerd_service.errors import FieldViolation
+from runnerd_service.frontend.types import ChatPrompt, Generation
+from runnerd_spi import RunnerCapabilities, RunnerError, list_runners, load_runner
+
+MAX_NAME_CHARACTERS = 128
+MAX_STOP_CHARACTERS = 1024
+_MAX_ITEMS_SHOWN = 16
+"""Violations reported of one list; the rest is counted."""
+_INT32 = range(-(2**31), 2**31)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What requests are checked against."""
+
+    name: str
+    runner: str
+    capabilities: RunnerCapabilities
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    max_n: int
+    max_logprobs: int
+    """The smaller of the server's and the runner's limit."""
+    max_stop_strings: int
+
+
+class Violations:
+    """Collects what is wrong with a request."""
+
+    def __init__(self) -> None:
+        self.found: list[FieldViolation] = []
+
+    def add(self, field: str, description: str) -> None:
+        """Note a violation of ``field``."""
+        self.found.append(FieldViolation(field, description))
+
+    def add_items(self, field: str, wrong: Iterable[tuple[object, str]]) -> None:
+        """Note violations of items of a list or map: (index or key, description)."""
+        wrong = list(wrong)
+        for key, description in wrong[:_MAX_ITEMS_SHOWN]:
+            self.add(f"{field}[{key}]", description)
+        if len(wrong) > _MAX_ITEMS_SHOWN:
+            self.add(field, f"{len(wrong) - _MAX_ITEMS_SHOWN} further items are wrong")
+
+
+def check_options(generation: Generation, served: ServedModel, violations: Violations) -> None:
+    """Note all that is wrong with the options of ``generation``."""
+    check = _Checker(served, violations)
+    check.names(generation)
+    check.sampling(generation)
+    check.token_choices(generation)
+    check.stopping(generation)
+    check.output(generation)
+    check.unserved(generation)
+
+
+def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, violations: Violations) -> None:
+    """Note the ids that are outside the vocabulary."""
+    if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
+        expected = f"expected 0 to {vocab_size - 1}"
+        wrong = ((i, f"got {one}, {expected}") for i, one in enumerate(token_ids) if not 0 <= one < vocab_size)
+        violations.add_items(field, wrong)
+
+
+class _Checker:
+    def __init__(self, served: ServedModel, violations: Violations) -> None:
+        self._served = served
+        self._violations = violations
+
+    def names(self, generation: Generation) -> None:
+        if generation.request_id is not None and not 1 <= len(generation.request_id) <= MAX_NAME_CHARACTERS:
+            length = len(generation.request_id)
+            self._violations.add("request_id", f"got {length} characters, expected 1 to {MAX_NAME_CHARACTERS}")
+        if generation.cache_salt is not None and len(generation.cache_salt) > MAX_NAME_CHARACTERS:
+            length = len(generation.cache_salt)
+            self._violations.add("cache_salt", f"got {length} characters, expected at most {MAX_NAME_CHARACTERS}")
+        if generation.priority is not None and generation.priority not in _INT32:
+            self._violations.add("priority", f"got {generation.priority}, expected a 32-bit integer")
+
+    def sampling(self, generation: Generation) -> None:
+        served, g = self._served, generation
+        self._number("sampling.temperature", g.temperature, "0 to 100", lambda v: 0 <= v <= 100)
+        self._number("sampling.top_k", g.top_k, f"0 to {served.vocab_size}", lambda v: 0 <= v <= served.vocab_size)
+        self._number("sampling.top_p", g.top_p, "above 0, up to 1", lambda v: 0 < v <= 1)
+        self._number("sampling.min_p", g.min_p, "0 to 1", lambda v: 0 <= v <= 1)
+        self._number("sampling.typical_p", g.typical_p, "above 0, up to 1", lambda v: 0 < v <= 1)
+        self._number("sampling.seed", g.seed, "0 to 2**64 - 1", lambda v: 0 <= v < 2**64)
+        self._number("sampling.repetition_penalty", g.repetition_penalty, "above 0", lambda v: v > 0)
+        self._number("sampling.presence_penalty", g.presence_penalty, "-2 to 2", lambda v: -2 <= v <= 2)
+        self._number("sampling.frequency_penalty", g.frequency_penalty, "-2 to 2", lambda v: -2 <= v <= 2)
+        self._number("sampling.beam_width", g.beam_width, "at least 1", lambda v: v >= 1)
+
+    def token_choices(self, generation: Generation) -> None:
+        vocab_size = self._served.vocab_size
+        wrong = [
+            (one, f"got the value {value}, expected -100 to 100")
+            for one, value in generation.logit_bias.items()
+            if not -100 <= value <= 100
+        ]
+        wrong += [
+            (one, f"not a token id, expected 0 to {vocab_size - 1}")
+            for one in generation.logit_bias
+            if not 0 <= one < vocab_size
+        ]
+        self._violations.add_items("sampling.logit_bias", wrong)
+        check_token_ids("sampling.allowed_token_ids", generation.allowed_token_ids, vocab_size, self._violations)
+        check_token_ids("stopping.stop_token_ids", generation.stop_token_ids, vocab_size, self._violations)
+        empty = ((i, "got an empty text") for i, word in enumerate(generation.bad_words) if not word)
+        self._violations.add_items("sampling.bad_words", empty)
+
+    def stopping(self, generation: Generation) -> None:
+        g = generation
+        self._number("stopping.max_tokens", g.max_tokens, "at least 1", lambda v: v >= 1)
+        self._number("stopping.min_tokens", g.min_tokens, "0 or more", lambda v: v >= 0)
+        self._number("stopping.time_limit", g.time_limit_seconds, "above 0", lambda v: v > 0)
+        if g.max_tokens is not None and g.min_tokens is not None and g.min_tokens > g.max_tokens:
+            self._violations.add(
+                "stopping.min_tokens", f"got {g.min_tokens}, expected at most max_tokens, which is {g.max_tokens}"
+            )
+        if len(g.stop) > self._served.max_stop_strings:
+            self._violations.add(
+                "stopping.stop", f"got {len(g.stop)} texts, this server takes at most {self._served.max_stop_strings}"
+            )
+        wrong = (
+            (i, f"got a text of {len(stop)} characters, expected 1 to {MAX_STOP_CHARACTERS}")
+            for i, stop in enumerate(g.stop)
+            if not 1 <= len(stop) <= MAX_STOP_CHARACTERS
+        )
+        self._violations.add_items("stopping.stop", wrong)
+
+    def output(self, generation: Generation) -> None:
+        g, most = generation, self._served.max_logprobs
+        self._number("output.n", g.n, f"1 to {self._served.max_n}", lambda v: 1 <= v <= self._served.max_n)
+        # Where log-probabilities are not served at all, that is said instead.
+        if self._served.capabilities.logprobs != "no":
+            self._number("output.logprobs", g.logprobs, f"0 to {most}", lambda v: 0 <= v <= most)
+        if self._served.capabilities.prompt_logprobs != "no":
+            self._number("output.prompt_logprobs", g.prompt_logprobs, f"0 to {most}", lambda v: 0 <= v <= most)
+        if g.logprobs is not None and g.tokens is False:
+            self._violations.add("output.tokens", "got false, but output.logprobs needs the tokens' records")
+        if g.include_prompt and g.text is False:
+            self._violations.add("output.include_prompt", "got true, but output.text is false")
+
+    def unserved(self, generation: Generation) -> None:
+        g = generation
+        asked: tuple[tuple[str, str, bool], ...] = (
+            ("sampling.temperature", "temperature", g.temperature != 0),
+            ("sampling.top_k", "top_k", bool(g.top_k)),
+            ("sampling.top_p", "top_p", g.top_p not in (None, 1)),
+            ("sampling.min_p", "min_p", bool(g.min_p)),
+            ("sampling.seed", "seed", g.seed is not None),
+            ("sampling.repetition_penalty", "repetition_penalty", g.repetition_penalty not in (None, 1)),
+            ("sampling.presence_penalty", "presence_penalty", bool(g.presence_penalty)),
+            ("sampling.frequency_penalty", "frequency_penalty", bool(g.frequency_penalty)),
+            ("sampling.logit_bias", "logit_bias", bool(g.logit_bias)),
+            ("sampling.allowed_token_ids", "allowed_token_ids", bool(g.allowed_token_ids)),
+            ("sampling.bad_words", "bad_words", bool(g.bad_words)),
+            ("stopping.min_tokens", "min_tokens", bool(g.min_tokens)),
+            ("output.logprobs", "logprobs", g.logprobs is not None),
+            ("output.prompt_logprobs", "prompt_logprobs", g.prompt_logprobs is not None),
+        )
+        support = capability_map(self._served.capabilities)
+        for field, capability, is_asked in asked:
+            if is_asked and support[capability] == "no":
+                self._violations.add(field, not_served(self._served.runner, capability))
+        if g.typical_p not in (None, 1):
+            self._violations.add("sampling.typical_p", "typical sampling is served by no runner; use top_p or min_p")
+        if g.beam_width not in (None, 1):
+            self._violations.add("sampling.beam_width", "beam search is served by no runner; use output.n and logprobs")
+        if g.guide is not None:
+            self._violations.add(f"guided_decoding.{g.guide}", not_served(self._served.runner, "guided_decoding"))
+        if g.adapter is not None:
+            self._violations.add("adapter", not_served(self._served.runner, "lora"))
+
+    def _number(self, field: str, value: float | None, expected: str, holds: Callable[[float], bool]) -> None:
+        if value is not None and not (math.isfinite(value) and holds(value)):
+            self._violations.add(field, f"got {value}, expected {expected}")
+
+
+def check_conversation(chat: ChatPrompt, served: ServedModel, violations: Violations) -> None:
+    """Note what is wrong with a conversation before it is rendered."""
+    if not chat.messages:
+        violations.add("chat.messages", "got none, expected at least one message")
+    for index, message in enumerate(chat.messages):
+        if not message.get("role"):
+            violations.add(f"chat.messages[{index}].role", "is empty, expected such as user, assistant or system")
+        content = message.get("content")
+        if isinstance(content, Sequence) and not isinstance(content, str):
+            for number, part in enumerate(content):
+                if part.get("type") != "text":
+                    violations.add(f"chat.messages[{index}].parts[{number}]", not_served(served.runner, "multimodal"))
+    if chat.continue_final_message and chat.add_generation_prompt:
+        violations.add("chat.add_generation_prompt", "got true, but continue_final_message leaves the last turn open")
+
+
+def not_served(runner: str, capability: str) -> str:
+    """Say that ``runner`` lacks ``capability``, and which installed runners have it."""
+    others = [name for name in _installed() if name != runner and _serves(name, capability)]
+    remedy = (
+        f"runners here that do: {', '.join(others)}" if others else "nor does another runner that is installed here"
+    )
+    return f"the runner {runner!r} does not serve {capability}; {remedy}"
+
+
+def capability_map(capabilities: RunnerCapabilities) -> dict[str, str]:
+    """Give what is served by name: "device", "host_sync" or "no"."""
+    values = asdict(capabilities)
+    return {field.name: values[field.name] for field in fields(capabilities) if field.type == "Support"}
+
+
+def _installed() -> list[str]:
+    return sorted({listing.name for listing in list_runners()})
+
+
+def _serves(runner: str, capability: str) -> bool:
+    try:
+        return capability_map(load_runner(runner).capabilities)[capability] != "no"
+    except RunnerError:
+        return False
