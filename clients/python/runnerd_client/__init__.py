@@ -1,0 +1,65 @@
+"""The Python client of runnerd.
+
+The answers are the messages of ``protos/runnerd/v1``; options are keyword arguments named like the request's fields.
+"""
+
+from runnerd.v1.generation_pb2 import (
+    ChatMessage,
+    ChatPrompt,
+    Finish,
+    FinishReason,
+    GuidedDecoding,
+    Token,
+    Usage,
+)
+from runnerd.v1.inference_pb2 import GenerateResponse, OutputChunk, StreamGenerateResponse
+from runnerd_client.aio import AsyncClient, AsyncGenerationStream
+from runnerd_client.channel import DEFAULT_ADDRESS
+from runnerd_client.client import Client, GenerationStream
+from runnerd_client.errors import (
+    AlreadyExistsError,
+    DeadlineError,
+    FieldViolation,
+    InternalError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    RequestCancelledError,
+    RunnerdError,
+    UnavailableError,
+)
+from runnerd_client.requests import ChatTurn, GenerateOptions, Prompt, chat
+from runnerd_client.text import to_dict
+
+__all__ = [
+    "DEFAULT_ADDRESS",
+    "AlreadyExistsError",
+    "AsyncClient",
+    "AsyncGenerationStream",
+    "ChatMessage",
+    "ChatPrompt",
+    "ChatTurn",
+    "Client",
+    "DeadlineError",
+    "FieldViolation",
+    "Finish",
+    "FinishReason",
+    "GenerateOptions",
+    "GenerateResponse",
+    "GenerationStream",
+    "GuidedDecoding",
+    "InternalError",
+    "InvalidRequestError",
+    "NotFoundError",
+    "OutputChunk",
+    "OverloadedError",
+    "Prompt",
+    "RequestCancelledError",
+    "RunnerdError",
+    "StreamGenerateResponse",
+    "Token",
+    "UnavailableError",
+    "Usage",
+    "chat",
+    "to_dict",
+]

@@ -1,0 +1,145 @@
+"""The asynchronous client: method for method the synchronous one."""
+# ruff: noqa: ASYNC109 - a timeout is the call's deadline, which the server is told
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Self, TypeVar, Unpack
+
+import grpc
+
+from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
+from runnerd.v1.generation_pb2 import ChatPrompt, GenerateRequest
+from runnerd_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
+from runnerd_client.errors import from_rpc_error
+from runnerd_client.requests import GenerateOptions, Prompt, generate_request, tokenize_request
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+_StreamCall = grpc.aio.UnaryStreamCall[GenerateRequest, inference_pb2.StreamGenerateResponse]
+
+
+class AsyncGenerationStream:
+    """A running generation: iterate over its messages. Leaving it in any way cancels the call.
+
+    ``async with client.stream(...) as stream: async for message in stream: ...``
+    """
+
+    def __init__(self, call: _StreamCall) -> None:
+        self._call = call
+        self._messages = aiter(call)
+
+    def __aiter__(self) -> AsyncIterator[inference_pb2.StreamGenerateResponse]:
+        return self
+
+    async def __anext__(self) -> inference_pb2.StreamGenerateResponse:
+        try:
+            return await anext(self._messages)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self.cancel()
+
+    def __del__(self) -> None:
+        self.cancel()
+
+    async def texts(self) -> AsyncIterator[str]:
+        """Give the pieces of text of output 0 as they come."""
+        async for message in self:
+            if message.HasField("output") and message.output.index == 0 and message.output.text:
+                yield message.output.text
+
+    def cancel(self) -> None:
+        """End the generation; no error if it has ended."""
+        self._call.cancel()
+
+
+class AsyncClient:
+    """A connection to a runnerd server from one event loop; close it, or use it as an asynchronous context manager.
+
+    Every method raises an error of :class:`runnerd_client.RunnerdError`'s tree when the call does not end OK.
+
+    Args:
+        address: ``host:port`` or ``unix:/path``.
+        timeout: Seconds that a call may take, unless the call says otherwise; None waits without limit.
+    """
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float | None = None) -> None:
+        self._timeout = timeout
+        self._channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
+        self._model = server_pb2_grpc.ModelServiceStub(self._channel)
+        self._server = server_pb2_grpc.ServerServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connection; calls that still run are cancelled."""
+        await self._channel.close()
+
+    async def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> inference_pb2.GenerateResponse:
+        """Generate and give the whole answer."""
+        request = generate_request(prompt, options)
+        return await self._call(self._inference.Generate, request, timeout)
+
+    def stream(
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> AsyncGenerationStream:
+        """Generate and give the messages as they come."""
+        request = generate_request(prompt, options)
+        return AsyncGenerationStream(self._inference.StreamGenerate(request, timeout=self._limit(timeout)))
+
+    async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
+        """End a live request; its own call ends with RequestCancelledError. Gives whether it was live."""
+        request = inference_pb2.AbortRequest(request_id=request_id)
+        return (await self._call(self._inference.Abort, request, timeout)).aborted
+
+    async def tokenize(
+        self, prompt: str | ChatPrompt, *, add_special_tokens: bool | None = None, timeout: float | None = None
+    ) -> inference_pb2.TokenizeResponse:
+        """Give the token ids of a prompt, as ``generate`` would see them."""
+        return await self._call(self._inference.Tokenize, tokenize_request(prompt, add_special_tokens), timeout)
+
+    async def detokenize(
+        self, ids: Sequence[int], *, skip_special_tokens: bool | None = None, timeout: float | None = None
+    ) -> str:
+        """Give the text of token ids."""
+        request = inference_pb2.DetokenizeRequest(ids=ids, skip_special_tokens=skip_special_tokens)
+        return (await self._call(self._inference.Detokenize, request, timeout)).text
+
+    async def model_info(self, *, timeout: float | None = None) -> server_pb2.GetModelInfoResponse:
+        """Describe the served model."""
+        return await self._call(self._model.GetModelInfo, server_pb2.GetModelInfoRequest(), timeout)
+
+    async def server_info(self, *, timeout: float | None = None) -> server_pb2.GetServerInfoResponse:
+        """Describe the server; answers while the model loads, too."""
+        return await self._call(self._server.GetServerInfo, server_pb2.GetServerInfoRequest(), timeout)
+
+    async def load(self, *, timeout: float | None = None) -> server_pb2.GetLoadResponse:
+        """Give the present load."""
+        return await self._call(self._server.GetLoad, server_pb2.GetLoadRequest(), timeout)
+
+    async def runners(self, *, timeout: float | None = None) -> Sequence[server_pb2.RunnerInfo]:
+        """List the runners that are installed at the server."""
+        return (await self._call(self._server.ListRunners, server_pb2.ListRunnersRequest(), timeout)).runners
+
+    async def _call(
+        self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None
+    ) -> _Response:
+        try:
+            return await method(request, timeout=self._limit(timeout))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+
+    def _limit(self, timeout: float | None) -> float | None:
+        return self._timeout if timeout is None else timeout

@@ -1,0 +1,193 @@
+"""Builds requests: prompts, and options as keyword arguments named like the fields of ``generation.proto``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NotRequired, TypedDict
+
+from google.protobuf.duration_pb2 import Duration
+
+from runnerd.v1 import generation_pb2 as pb
+from runnerd.v1 import inference_pb2
+
+Prompt = str | Sequence[int] | pb.ChatPrompt
+"""Text, token ids, or a conversation (see :func:`chat`)."""
+
+
+class GenerateOptions(TypedDict, total=False):
+    """What a generation can be asked for; an option left out or None takes the server's default."""
+
+    request_id: str | None
+    priority: int | None
+    model: str | None
+    adapter: str | None
+    cache_salt: str | None
+    add_special_tokens: bool | None
+    truncation: Literal["none", "left", "right"] | None
+    max_prompt_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    typical_p: float | None
+    seed: int | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    allowed_token_ids: Sequence[int] | None
+    bad_words: Sequence[str] | None
+    beam_width: int | None
+    max_tokens: int | None
+    min_tokens: int | None
+    stop: Sequence[str] | None
+    stop_token_ids: Sequence[int] | None
+    include_stop: bool | None
+    ignore_eos: bool | None
+    time_limit: float | None
+    """Seconds."""
+    n: int | None
+    text: bool | None
+    tokens: bool | None
+    logprobs: int | None
+    prompt_logprobs: int | None
+    include_prompt: bool | None
+    skip_special_tokens: bool | None
+    stream_mode: Literal["delta", "cumulative"] | None
+    guided_decoding: pb.GuidedDecoding | None
+
+
+_TRUNCATION = {
+    "none": pb.TRUNCATION_SIDE_NONE,
+    "left": pb.TRUNCATION_SIDE_LEFT,
+    "right": pb.TRUNCATION_SIDE_RIGHT,
+}
+_STREAM_MODE = {"delta": pb.STREAM_MODE_DELTA, "cumulative": pb.STREAM_MODE_CUMULATIVE}
+
+
+class ChatTurn(TypedDict):
+    """One message of a conversation; :class:`pb.ChatMessage` has the rarer fields."""
+
+    role: str
+    content: str
+    name: NotRequired[str]
+
+
+def chat(*messages: ChatTurn | pb.ChatMessage, add_generation_prompt: bool | None = None) -> pb.ChatPrompt:
+    """Give a conversation as a prompt: ``chat({"role": "user", "content": "Hello"})``.
+
+    Args:
+        messages: Oldest first.
+        add_generation_prompt: Open the assistant's turn; None means the server's default.
+
+    Raises:
+        TypeError: A message has a key that ChatTurn does not have.
+    """
+    return pb.ChatPrompt(
+        messages=[message if isinstance(message, pb.ChatMessage) else _message(message) for message in messages],
+        add_generation_prompt=add_generation_prompt,
+    )
+
+
+def _message(turn: ChatTurn) -> pb.ChatMessage:
+    if unknown := turn.keys() - ChatTurn.__annotations__.keys():
+        raise TypeError(f"unknown key {min(unknown)!r} in a chat message; known: {', '.join(ChatTurn.__annotations__)}")
+    return pb.ChatMessage(role=turn["role"], content=turn["content"], name=turn.get("name"))
+
+
+def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
+    """Give the request for ``prompt`` with ``options``.
+
+    Raises:
+        ValueError: A value does not fit its field, such as a negative count.
+        TypeError: A value has the wrong type, or an option is unknown.
+    """
+    if unknown := set(options) - GenerateOptions.__annotations__.keys():
+        raise TypeError(f"unknown option {min(unknown)!r}; known: {', '.join(GenerateOptions.__annotations__)}")
+    request = pb.GenerateRequest(
+        request_id=options.get("request_id"),
+        priority=options.get("priority"),
+        model=options.get("model"),
+        adapter=options.get("adapter"),
+        cache_salt=options.get("cache_salt"),
+        prompt_options=_prompt_options(options),
+        sampling=_sampling(options),
+        stopping=_stopping(options),
+        output=_output(options),
+        guided_decoding=options.get("guided_decoding"),
+    )
+    if isinstance(prompt, str):
+        request.text = prompt
+    elif isinstance(prompt, pb.ChatPrompt):
+        request.chat.CopyFrom(prompt)
+    else:
+        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+    return request
+
+
+def _prompt_options(options: GenerateOptions) -> pb.PromptOptions:
+    truncation = options.get("truncation")
+    return pb.PromptOptions(
+        add_special_tokens=options.get("add_special_tokens"),
+        truncation=None if truncation is None else _TRUNCATION[truncation],
+        max_prompt_tokens=options.get("max_prompt_tokens"),
+    )
+
+
+def _sampling(options: GenerateOptions) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=options.get("temperature"),
+        top_k=options.get("top_k"),
+        top_p=options.get("top_p"),
+        min_p=options.get("min_p"),
+        typical_p=options.get("typical_p"),
+        seed=options.get("seed"),
+        repetition_penalty=options.get("repetition_penalty"),
+        presence_penalty=options.get("presence_penalty"),
+        frequency_penalty=options.get("frequency_penalty"),
+        logit_bias=options.get("logit_bias"),
+        allowed_token_ids=options.get("allowed_token_ids"),
+        bad_words=_texts(options.get("bad_words")),
+        beam_width=options.get("beam_width"),
+    )
+
+
+def _texts(value: Sequence[str] | None) -> Sequence[str] | None:
+    return [value] if isinstance(value, str) else value  # a lone text is one text, not its characters
+
+
+def _stopping(options: GenerateOptions) -> pb.StoppingParams:
+    time_limit, limit = options.get("time_limit"), None
+    if time_limit is not None:
+        limit = Duration()
+        limit.FromNanoseconds(int(time_limit * 1e9))
+    return pb.StoppingParams(
+        max_tokens=options.get("max_tokens"),
+        min_tokens=options.get("min_tokens"),
+        stop=_texts(options.get("stop")),
+        stop_token_ids=options.get("stop_token_ids"),
+        include_stop=options.get("include_stop"),
+        ignore_eos=options.get("ignore_eos"),
+        time_limit=limit,
+    )
+
+
+def _output(options: GenerateOptions) -> pb.OutputOptions:
+    stream_mode = options.get("stream_mode")
+    return pb.OutputOptions(
+        n=options.get("n"),
+        text=options.get("text"),
+        tokens=options.get("tokens"),
+        logprobs=options.get("logprobs"),
+        prompt_logprobs=options.get("prompt_logprobs"),
+        include_prompt=options.get("include_prompt"),
+        skip_special_tokens=options.get("skip_special_tokens"),
+        stream_mode=None if stream_mode is None else _STREAM_MODE[stream_mode],
+    )
+
+
+def tokenize_request(prompt: str | pb.ChatPrompt, add_special_tokens: bool | None) -> inference_pb2.TokenizeRequest:
+    """Give the request that tokenizes ``prompt``."""
+    if isinstance(prompt, str):
+        return inference_pb2.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
+    return inference_pb2.TokenizeRequest(chat=prompt, add_special_tokens=add_special_tokens)

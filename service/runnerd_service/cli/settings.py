@@ -1,0 +1,233 @@
+"""The settings of ``runnerd serve``: one table; read from flags, environment and a TOML file, in that precedence.
+
+Every value is text until its setting's ``parse`` has checked it, wherever it came from; an error names the source.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from runnerd_service.cli.values import boolean, byte_size, count, one_of, seconds, share, text
+from runnerd_service.config import EngineConfig, ServerConfig
+from runnerd_service.errors import ConfigurationError
+
+ENVIRONMENT_PREFIX = "RUNNERD_"
+RUNNER_OPTION = "runner-option"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+Owner = Literal["engine", "server", "process"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. Its flag is ``--name``, its file key ``name``, its variable ``RUNNERD_NAME``."""
+
+    name: str
+    owner: Owner
+    """Whose field it fills: EngineConfig's, ServerConfig's, or none of theirs."""
+    parse: Callable[[str], object]
+    """Checks a text and gives its value; raises ValueError that says what was expected."""
+    help: str
+    metavar: str = ""
+    """Empty for a switch."""
+    field_name: str = ""
+    """Name of the field where it differs from the setting's."""
+
+    @property
+    def attribute(self) -> str:
+        """Name of the field it fills."""
+        return self.field_name or self.name.replace("-", "_")
+
+    @property
+    def variable(self) -> str:
+        """Name of its environment variable."""
+        return _variable(self.name)
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting("model", "engine", text, "path of a model directory or GGUF file", "MODEL"),
+    Setting("runner", "engine", text, "what computes the tokens; see `runnerd runners`", "NAME"),
+    Setting("dtype", "engine", text, "data type of weights and activations, or auto", "DTYPE"),
+    Setting("max-model-len", "engine", count(2), "most tokens of a request, prompt and output", "N"),
+    Setting("max-num-seqs", "engine", count(1), "requests that run at once", "N"),
+    Setting("max-num-batched-tokens", "engine", count(1), "most tokens in one step", "N"),
+    Setting("block-size", "engine", count(1), "tokens in a KV block", "N"),
+    Setting("kv-cache-memory-bytes", "engine", byte_size, "size of the KV cache: 512MiB, 2GiB", "SIZE", "memory_bytes"),
+    Setting(
+        "memory-utilization",
+        "engine",
+        share,
+        "share of the device's free memory that weights, activations and KV cache may use",
+        "SHARE",
+        "memory_fraction",
+    ),
+    Setting("prefix-caching", "engine", boolean, "reuse the KV blocks of equal prompt beginnings"),
+    Setting(
+        "async-execution",
+        "engine",
+        one_of("auto", "required", "off"),
+        "overlap steps: auto falls back to synchronous with a warning, required refuses to start instead",
+        "auto|required|off",
+    ),
+    Setting("max-in-flight", "engine", count(1), "steps that may be unresolved at once", "N"),
+    Setting("trust-remote-code", "engine", boolean, "run code that comes with the model"),
+    Setting("enforce-eager", "engine", boolean, "use no compiled or captured graphs"),
+    Setting("speculative-model", "engine", text, "draft model of speculative decoding", "MODEL"),
+    Setting("pipeline-parallel-size", "engine", count(1), "devices in a pipeline", "N"),
+    Setting("tensor-parallel-size", "engine", count(1), "devices that share each layer", "N"),
+    Setting("host", "server", text, "address to listen on", "HOST"),
+    Setting("port", "server", count(0, 65535), "TCP port; 0 takes a free one and prints it", "PORT"),
+    Setting("unix-socket", "server", text, "path of a unix socket to serve beside the port, mode 0600", "PATH"),
+    Setting("served-model-name", "server", text, "name of the model in requests and answers", "NAME"),
+    Setting("chat-template", "server", text, "path of a Jinja file to use instead of the model's template", "PATH"),
+    Setting("max-n", "server", count(1), "most outputs of a request", "N"),
+    Setting("max-logprobs", "server", count(0), "most alternatives per token that a request may ask for", "N"),
+    Setting("max-stop-strings", "server", count(0), "most stop strings of a request", "N"),
+    Setting("max-message-bytes", "server", byte_size, "largest request message: 16MiB", "SIZE"),
+    Setting("max-waiting", "server", count(0), "requests that may wait; further ones get RESOURCE_EXHAUSTED", "N"),
+    Setting("drain-seconds", "server", seconds, "how long live requests may go on after SIGTERM", "SECONDS"),
+    Setting("log-level", "process", one_of(*LOG_LEVELS), "least level of log lines (default: info)", "LEVEL"),
+)
+"""All but ``runner-option``, which has many values."""
+
+_NOT_OF_SERVE = frozenset({f"{ENVIRONMENT_PREFIX}ADDRESS"})
+"""Variables of the other subcommands."""
+_DEFAULTS: Mapping[Owner, Mapping[str, object]] = {"engine": asdict(EngineConfig()), "server": asdict(ServerConfig())}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What ``runnerd serve`` was asked for."""
+
+    config: ServerConfig
+    log_level: str = "info"
+    ignored_variables: tuple[str, ...] = ()
+    """Environment variables that look like settings and are none; worth a warning."""
+
+
+@dataclass(slots=True)
+class _Source:
+    """Texts by setting name, and how an error calls each."""
+
+    texts: dict[str, str] = field(default_factory=dict)
+    labels: dict[str, str] = field(default_factory=dict)
+    runner_options: dict[str, str] = field(default_factory=dict)
+
+
+def load_settings(
+    flags: Mapping[str, str], runner_options: Mapping[str, str], environment: Mapping[str, str], file: Path | None
+) -> Settings:
+    """Merge the sources: flags before environment before file before defaults.
+
+    Args:
+        flags: Texts by setting name, of those that were given.
+        runner_options: ``--runner-option`` by name.
+        environment: The process's environment.
+        file: TOML file of settings; None for none.
+
+    Raises:
+        ConfigurationError: A name that is no setting, or a value that its setting does not take.
+    """
+    from_file = _Source() if file is None else _read_file(file)
+    from_environment = _read_environment(environment)
+    merged = _Source(from_file.texts | from_environment.texts, from_file.labels | from_environment.labels)
+    merged.texts |= flags
+    merged.labels |= {name: f"--{name}" for name in flags}
+    options = from_file.runner_options | from_environment.runner_options | dict(runner_options)
+    values: dict[str, dict[str, Any]] = {"engine": {"runner_options": options}, "server": {}, "process": {}}
+    for setting in SETTINGS:
+        if setting.name in merged.texts:
+            value = _parse(setting, merged.texts[setting.name], merged.labels[setting.name])
+            values[setting.owner][setting.attribute] = value
+    known = {setting.variable for setting in SETTINGS} | {_variable(RUNNER_OPTION)} | _NOT_OF_SERVE
+    return Settings(
+        config=ServerConfig(engine=EngineConfig(**values["engine"]), **values["server"]),
+        ignored_variables=tuple(
+            sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
+        ),
+        **values["process"],
+    )
+
+
+def default_text(setting: Setting) -> str:
+    """Give the default as ``--help`` shows it; empty when there is none to show."""
+    if setting.owner == "process":
+        return ""
+    value = _DEFAULTS[setting.owner][setting.attribute]
+    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def split_option(assignment: str, label: str) -> tuple[str, str]:
+    """Split ``name=value``.
+
+    Raises:
+        ConfigurationError: There is no ``=``, or no name before it.
+    """
+    name, equals, value = assignment.partition("=")
+    if not equals or not name.strip():
+        raise ConfigurationError(f"{label}: expected name=value, got {assignment!r}")
+    return name.strip(), value
+
+
+def _read_file(path: Path) -> _Source:
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"cannot read the configuration file {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"the configuration file {path} is not TOML: {error}") from error
+    source, names = _Source(), {setting.name for setting in SETTINGS}
+    for key, value in content.items():
+        name, label = key.replace("_", "-"), f"{path}: {key}"
+        if name == RUNNER_OPTION:
+            if not isinstance(value, dict):
+                raise ConfigurationError(f"{label}: expected a table of options, got {value!r}")
+            source.runner_options = {option: _toml_text(f"{label}.{option}", one) for option, one in value.items()}
+        elif name in source.texts:
+            raise ConfigurationError(f"{label} is given twice; keep one spelling of {name}")
+        elif name in names:
+            source.texts[name], source.labels[name] = _toml_text(label, value), label
+        else:
+            close = difflib.get_close_matches(name, sorted(names | {RUNNER_OPTION}), n=1)
+            hint = f"did you mean {close[0]}?" if close else "`runnerd serve --help` lists them"
+            raise ConfigurationError(f"{label} is not a setting; {hint}")
+    return source
+
+
+def _read_environment(environment: Mapping[str, str]) -> _Source:
+    source = _Source()
+    for setting in SETTINGS:
+        if setting.variable in environment:
+            source.texts[setting.name] = environment[setting.variable]
+            source.labels[setting.name] = setting.variable
+    variable = _variable(RUNNER_OPTION)
+    assignments = filter(None, environment.get(variable, "").split(","))
+    source.runner_options = dict(split_option(one, variable) for one in assignments)
+    return source
+
+
+def _toml_text(label: str, value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (str, int, float)):
+        return str(value)
+    raise ConfigurationError(f"{label}: expected a text, number or boolean, got {value!r}")
+
+
+def _parse(setting: Setting, given: str, label: str) -> object:
+    try:
+        return setting.parse(given)
+    except ValueError as error:
+        hint = ""
+        if label == _variable("port") and given.startswith("tcp://"):
+            hint = "; Kubernetes sets this for a service called runnerd: set enableServiceLinks to false in the pod"
+        raise ConfigurationError(f"{label}: expected {error}, got {given!r}{hint}") from error
+
+
+def _variable(name: str) -> str:
+    return ENVIRONMENT_PREFIX + name.replace("-", "_").upper()

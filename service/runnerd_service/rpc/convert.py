@@ -1,0 +1,213 @@
+"""Reads protobuf requests into the front end's types. Knows the wire, not what is served: ranges are the front end's.
+
+An unset optional becomes None. What the wire cannot express as a value of the field (no prompt, an enum number of a
+later release) is refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal, TypeVar
+
+from google.protobuf import json_format, struct_pb2
+from google.protobuf.message import Message
+
+from runnerd.v1 import generation_pb2, inference_pb2
+from runnerd_service.errors import FieldViolation, InvalidRequest
+from runnerd_service.frontend.types import ChatPrompt, Generation
+
+_T = TypeVar("_T")
+_Truncation = Literal["none", "left", "right"]
+_Violations = list[FieldViolation]
+
+_TRUNCATION: Mapping[int, _Truncation | None] = {
+    generation_pb2.TRUNCATION_SIDE_UNSPECIFIED: None,
+    generation_pb2.TRUNCATION_SIDE_NONE: "none",
+    generation_pb2.TRUNCATION_SIDE_LEFT: "left",
+    generation_pb2.TRUNCATION_SIDE_RIGHT: "right",
+}
+_CUMULATIVE: Mapping[int, bool] = {
+    generation_pb2.STREAM_MODE_UNSPECIFIED: False,
+    generation_pb2.STREAM_MODE_DELTA: False,
+    generation_pb2.STREAM_MODE_CUMULATIVE: True,
+}
+
+
+def to_generation(request: generation_pb2.GenerateRequest) -> Generation:
+    """Give the generation that ``request`` asks for, each field of it carried.
+
+    Raises:
+        InvalidRequest: No prompt, or a field that has no meaning; all violations at once.
+    """
+    violations: _Violations = []
+    options, sampling, stopping, output = request.prompt_options, request.sampling, request.stopping, request.output
+    generation = Generation(
+        prompt=_prompt(request, violations),
+        request_id=_optional(request, "request_id", request.request_id),
+        add_special_tokens=_optional(options, "add_special_tokens", options.add_special_tokens),
+        truncation=_enum("prompt_options.truncation", options.truncation, _TRUNCATION, None, violations),
+        max_prompt_tokens=_optional(options, "max_prompt_tokens", options.max_prompt_tokens),
+        temperature=_optional(sampling, "temperature", sampling.temperature),
+        top_k=_optional(sampling, "top_k", sampling.top_k),
+        top_p=_optional(sampling, "top_p", sampling.top_p),
+        min_p=_optional(sampling, "min_p", sampling.min_p),
+        typical_p=_optional(sampling, "typical_p", sampling.typical_p),
+        seed=_optional(sampling, "seed", sampling.seed),
+        repetition_penalty=_optional(sampling, "repetition_penalty", sampling.repetition_penalty),
+        presence_penalty=_optional(sampling, "presence_penalty", sampling.presence_penalty),
+        frequency_penalty=_optional(sampling, "frequency_penalty", sampling.frequency_penalty),
+        logit_bias=dict(sampling.logit_bias),
+        allowed_token_ids=tuple(sampling.allowed_token_ids),
+        bad_words=tuple(sampling.bad_words),
+        beam_width=_optional(sampling, "beam_width", sampling.beam_width),
+        max_tokens=_optional(stopping, "max_tokens", stopping.max_tokens),
+        min_tokens=_optional(stopping, "min_tokens", stopping.min_tokens),
+        stop=tuple(stopping.stop),
+        stop_token_ids=tuple(stopping.stop_token_ids),
+        include_stop=_optional(stopping, "include_stop", stopping.include_stop),
+        ignore_eos=_optional(stopping, "ignore_eos", stopping.ignore_eos),
+        time_limit_seconds=_time_limit(stopping),
+        n=_optional(output, "n", output.n),
+        text=_optional(output, "text", output.text),
+        tokens=_optional(output, "tokens", output.tokens),
+        logprobs=_optional(output, "logprobs", output.logprobs),
+        prompt_logprobs=_optional(output, "prompt_logprobs", output.prompt_logprobs),
+        include_prompt=_optional(output, "include_prompt", output.include_prompt),
+        skip_special_tokens=_optional(output, "skip_special_tokens", output.skip_special_tokens),
+        cumulative=_enum("output.stream_mode", output.stream_mode, _CUMULATIVE, False, violations),
+        guide=_guide(request, violations),
+        priority=_optional(request, "priority", request.priority),
+        model=_optional(request, "model", request.model),
+        adapter=_optional(request, "adapter", request.adapter),
+        cache_salt=_optional(request, "cache_salt", request.cache_salt),
+    )
+    if violations:
+        raise InvalidRequest(*violations)
+    return generation
+
+
+def tokenize_prompt(request: inference_pb2.TokenizeRequest) -> str | ChatPrompt:
+    """Give the prompt to tokenize.
+
+    Raises:
+        InvalidRequest: No prompt, or a chat message that has no meaning.
+    """
+    violations: _Violations = []
+    prompt: str | ChatPrompt = request.text
+    if request.HasField("chat"):
+        prompt = _chat(request.chat, violations)
+    elif not request.HasField("text"):
+        violations.append(FieldViolation("prompt", "no prompt was given; set one of text, chat"))
+    if violations:
+        raise InvalidRequest(*violations)
+    return prompt
+
+
+def add_special_tokens(request: inference_pb2.TokenizeRequest) -> bool | None:
+    """Give the option as set; None when unset."""
+    return _optional(request, "add_special_tokens", request.add_special_tokens)
+
+
+def skip_special_tokens(request: inference_pb2.DetokenizeRequest) -> bool | None:
+    """Give the option as set; None when unset."""
+    return _optional(request, "skip_special_tokens", request.skip_special_tokens)
+
+
+def _optional(message: Message, field: str, value: _T) -> _T | None:
+    return value if message.HasField(field) else None
+
+
+def _enum(field: str, number: int, meanings: Mapping[int, _T], default: _T, violations: _Violations) -> _T:
+    if number in meanings:
+        return meanings[number]
+    known = f"{min(meanings)} to {max(meanings)}"
+    violations.append(FieldViolation(field, f"got the enum number {number}, expected {known}"))
+    return default
+
+
+def _time_limit(stopping: generation_pb2.StoppingParams) -> float | None:
+    if not stopping.HasField("time_limit"):
+        return None
+    return stopping.time_limit.seconds + stopping.time_limit.nanos / 1e9
+
+
+def _prompt(request: generation_pb2.GenerateRequest, violations: _Violations) -> str | Sequence[int] | ChatPrompt:
+    if request.HasField("text"):
+        return request.text
+    if request.HasField("token_ids"):
+        return tuple(request.token_ids.ids)
+    if request.HasField("chat"):
+        return _chat(request.chat, violations)
+    violations.append(FieldViolation("prompt", "no prompt was given; set one of text, token_ids, chat"))
+    return ""
+
+
+def _guide(request: generation_pb2.GenerateRequest, violations: _Violations) -> str | None:
+    if not request.HasField("guided_decoding"):
+        return None
+    kind = request.guided_decoding.WhichOneof("guide")
+    if kind is None:
+        violations.append(
+            FieldViolation("guided_decoding", "no guide was given; set one kind or leave the field unset")
+        )
+        return None
+    if kind == "json_object" and not request.guided_decoding.json_object:
+        return None
+    return kind
+
+
+def _chat(chat: generation_pb2.ChatPrompt, violations: _Violations) -> ChatPrompt:
+    return ChatPrompt(
+        messages=tuple(
+            _message(f"chat.messages[{index}]", message, violations) for index, message in enumerate(chat.messages)
+        ),
+        add_generation_prompt=_optional(chat, "add_generation_prompt", chat.add_generation_prompt),
+        continue_final_message=chat.continue_final_message,
+        tools=_structs(chat.tools),
+        chat_template=_optional(chat, "chat_template", chat.chat_template),
+        template_kwargs=_struct(chat.chat_template_kwargs),
+    )
+
+
+def _message(path: str, message: generation_pb2.ChatMessage, violations: _Violations) -> Mapping[str, Any]:
+    if message.content and message.parts:
+        violations.append(FieldViolation(f"{path}.parts", "content and parts are both set; set one of them"))
+    converted: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.parts:
+        converted["content"] = [
+            _part(f"{path}.parts[{index}]", part, violations) for index, part in enumerate(message.parts)
+        ]
+    if message.HasField("name"):
+        converted["name"] = message.name
+    if message.tool_calls:
+        converted["tool_calls"] = list(_structs(message.tool_calls))
+    if message.HasField("tool_call_id"):
+        converted["tool_call_id"] = message.tool_call_id
+    return converted
+
+
+def _part(path: str, part: generation_pb2.ContentPart, violations: _Violations) -> Mapping[str, Any]:
+    if part.HasField("image_url"):
+        return {"type": "image", "url": part.image_url}
+    if not part.HasField("text"):
+        violations.append(FieldViolation(path, "an empty part was given; set one of text, image_url"))
+    return {"type": "text", "text": part.text}
+
+
+def _structs(structs: Iterable[struct_pb2.Struct]) -> tuple[Mapping[str, Any], ...]:
+    return tuple(_struct(struct) for struct in structs)
+
+
+def _struct(struct: struct_pb2.Struct) -> dict[str, Any]:
+    return {name: _whole_numbers(value) for name, value in json_format.MessageToDict(struct).items()}
+
+
+def _whole_numbers(value: Any) -> Any:
+    """Turn 3.0 into 3 throughout: a Struct has floats only, and templates print what they get."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, dict):
+        return {name: _whole_numbers(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    return value

@@ -1,0 +1,115 @@
+"""The life of the daemon: listen, load, serve, drain on a signal, stop. Prints nothing; tells its owner by hooks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from runnerd_service.config import ServerConfig
+from runnerd_service.frontend.frontend import Frontend
+from runnerd_service.rpc.server import RpcServer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What is served, and where."""
+
+    model_name: str
+    addresses: tuple[str, ...]
+    runner: str
+    device: str
+    max_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What the owner wants to be told."""
+
+    on_listening: Callable[[tuple[str, ...]], None]
+    """Clients can connect to these addresses; the model is not loaded yet."""
+    on_progress: Callable[[str, int, int], None]
+    """Start-up goes on: stage, done, total."""
+    on_ready: Callable[[Ready], None]
+    """Generations are served."""
+
+
+@dataclass(slots=True)
+class Signals:
+    """SIGTERM and SIGINT: the first asks for a drain, the second for a stop at once."""
+
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+    second: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def received(self) -> None:
+        """Count a signal."""
+        (self.second if self.first.is_set() else self.first).set()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Receive the signals of this process until the block ends."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.received)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+
+async def serve(config: ServerConfig, hooks: Hooks, signals: Signals) -> bool:
+    """Run the daemon until a signal; give whether it stopped in order (False: a second signal cut it short).
+
+    Raises:
+        ConfigurationError: It cannot listen, or the engine cannot start as configured.
+        EngineFailed: The engine failed while it started.
+    """
+    frontend = Frontend(config)
+    server = RpcServer(config, frontend)
+    try:
+        await server.start()
+        hooks.on_listening(server.addresses)
+        if not await _unless(signals.first, frontend.start(hooks.on_progress)):
+            logger.info("stopped while the model was loading")
+            return True
+        ready = frontend.engine_ready
+        assert ready is not None  # it has started
+        hooks.on_ready(
+            Ready(
+                model_name=frontend.describe_model().name,
+                addresses=server.addresses,
+                runner=config.engine.runner,
+                device=ready.device,
+                max_in_flight=ready.max_in_flight,
+            )
+        )
+        await signals.first.wait()
+        logger.info("draining: live requests have %g s to finish; a second signal stops at once", config.drain_seconds)
+        drained = await _unless(signals.second, frontend.drain(config.drain_seconds))
+        logger.info("drained" if drained else "stopping at once")
+        return drained
+    finally:
+        await server.stop(grace_seconds=1.0 if not signals.second.is_set() else 0.0)
+        await frontend.close()
+
+
+async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:
+    """Run ``work``, or cancel it as soon as ``event`` is set; give whether it ended by itself."""
+    working, waiting = asyncio.create_task(work), asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+            return True
+        return False
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)

@@ -1,0 +1,132 @@
+"""The one table from the service's errors to gRPC statuses with google.rpc details.
+
+Knows the wire's rules of size, not who raises what. An error that is not in the tree becomes INTERNAL with a fixed
+text: its own text may hold what is not for clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.any_pb2 import Any as AnyMessage
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from runnerd_service.errors import (
+    ConfigurationError,
+    DuplicateRequest,
+    EngineFailed,
+    EngineStartFailed,
+    InvalidRequest,
+    ModelNotFound,
+    NotReady,
+    Overloaded,
+    RequestAborted,
+    RowFailed,
+    RunnerdError,
+)
+from runnerd_service.rpc.replies import duration
+
+DOMAIN = "runnerd"
+UNKNOWN_ERROR_TEXT = "internal error; the server's log has the details"
+
+# Clients refuse trailers above 8 KiB. The message crosses twice (percent-encoded, and inside the details in base64).
+_MAX_MESSAGE_BYTES = 512
+_MAX_VIOLATIONS_BYTES = 3072
+_MAX_DESCRIPTION_BYTES = 512
+
+Details = Callable[[RunnerdError], list[Message]]
+
+
+def _bad_request(error: RunnerdError) -> list[Message]:
+    assert isinstance(error, InvalidRequest)
+    message = error_details_pb2.BadRequest()
+    for violation in error.violations:
+        entry = message.field_violations.add()
+        entry.field = _cut(violation.field, _MAX_DESCRIPTION_BYTES)
+        entry.description = _cut(violation.description, _MAX_DESCRIPTION_BYTES)
+        if message.ByteSize() > _MAX_VIOLATIONS_BYTES:
+            # the status message still counts them all
+            del message.field_violations[-1]
+            break
+    return [message]
+
+
+def _retry_info(seconds: float | None) -> list[Message]:
+    return [] if seconds is None else [error_details_pb2.RetryInfo(retry_delay=duration(seconds))]
+
+
+def _not_ready(error: RunnerdError) -> list[Message]:
+    assert isinstance(error, NotReady)
+    return _retry_info(error.retry_after_seconds)
+
+
+def _overloaded(error: RunnerdError) -> list[Message]:
+    assert isinstance(error, Overloaded)
+    violation = error_details_pb2.QuotaFailure.Violation(subject=error.subject, description=_text(error))
+    return [error_details_pb2.QuotaFailure(violations=[violation]), *_retry_info(error.retry_after_seconds)]
+
+
+def _none(_: RunnerdError) -> list[Message]:
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class StatusMapping:
+    """What one error class is on the wire."""
+
+    code: grpc.StatusCode
+    reason: str
+    """Of ErrorInfo: stable, for programs."""
+    details: Details = _none
+
+
+TABLE: Mapping[type[RunnerdError], StatusMapping] = {
+    RunnerdError: StatusMapping(grpc.StatusCode.INTERNAL, "INTERNAL"),
+    InvalidRequest: StatusMapping(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", _bad_request),
+    ModelNotFound: StatusMapping(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
+    DuplicateRequest: StatusMapping(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST"),
+    RequestAborted: StatusMapping(grpc.StatusCode.CANCELLED, "REQUEST_ABORTED"),
+    NotReady: StatusMapping(grpc.StatusCode.UNAVAILABLE, "NOT_READY", _not_ready),
+    Overloaded: StatusMapping(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED", _overloaded),
+    EngineFailed: StatusMapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED"),
+    EngineStartFailed: StatusMapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_START_FAILED"),
+    RowFailed: StatusMapping(grpc.StatusCode.INTERNAL, "ROW_FAILED"),
+    ConfigurationError: StatusMapping(grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION"),
+}
+
+
+def to_status(error: Exception) -> grpc.Status:
+    """Give the status, trailers included, that tells a client of ``error``."""
+    if not isinstance(error, RunnerdError):
+        return _status(grpc.StatusCode.INTERNAL, UNKNOWN_ERROR_TEXT, "UNKNOWN", [])
+    mapping = next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
+    return _status(mapping.code, _text(error), mapping.reason, mapping.details(error))
+
+
+def _status(code: grpc.StatusCode, text: str, reason: str, details: list[Message]) -> grpc.Status:
+    status = status_pb2.Status(code=code.value[0], message=text)
+    for message in [error_details_pb2.ErrorInfo(domain=DOMAIN, reason=reason), *details]:
+        packed = AnyMessage()
+        packed.Pack(message)
+        status.details.append(packed)
+    made: grpc.Status = rpc_status.to_status(status)
+    return made
+
+
+def _text(error: RunnerdError) -> str:
+    text = str(error)
+    if isinstance(error, InvalidRequest) and len(error.violations) > 1:
+        text = f"{len(error.violations)} violations: {text}"
+    return _cut(text, _MAX_MESSAGE_BYTES)
+
+
+def _cut(text: str, num_bytes: int) -> str:
+    """Give at most ``num_bytes`` of UTF-8; lone surrogates, which the wire cannot carry, become question marks."""
+    encoded = text.encode("utf-8", errors="replace")
+    if len(encoded) <= num_bytes:
+        return encoded.decode()
+    return encoded[: num_bytes - 3].decode(errors="ignore") + "…"

@@ -1,0 +1,153 @@
+"""Every field of the request messages reaches the front end's types."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+
+from runnerd.v1 import generation_pb2 as pb
+from runnerd.v1 import inference_pb2
+from runnerd_service.errors import FieldViolation, InvalidRequest
+from runnerd_service.frontend.types import ChatPrompt, Generation
+from runnerd_service.rpc.convert import to_generation, tokenize_prompt
+
+Path = tuple[FieldDescriptor, ...]
+
+# Guided decoding is refused by the name of its kind; what is inside of a guide is not looked at.
+NOT_CARRIED = {"guided_decoding.choice.texts"}
+WELL_KNOWN = ("google.protobuf.Duration", "google.protobuf.Struct")
+
+
+def leaves(descriptor: Descriptor, above: Path = ()) -> Iterator[Path]:
+    for field in descriptor.fields:
+        path = (*above, field)
+        inner = field.message_type
+        if inner is None or inner.full_name in WELL_KNOWN or inner.GetOptions().map_entry:
+            yield path
+        else:
+            yield from leaves(inner, path)
+
+
+def name(path: Path) -> str:
+    return ".".join(field.name for field in path)
+
+
+PROMPT = pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["prompt"]
+LEAVES = [path for path in leaves(pb.GenerateRequest.DESCRIPTOR) if name(path) not in NOT_CARRIED]
+
+
+def request_for(path: Path) -> pb.GenerateRequest:
+    """Give a request that is whole but for the field."""
+    return pb.GenerateRequest() if path[0].containing_oneof is PROMPT else pb.GenerateRequest(text="hello")
+
+
+def parent_of(request: pb.GenerateRequest, path: Path) -> Message:
+    message: Message = request
+    for field in path[:-1]:
+        inner = getattr(message, field.name)
+        message = inner.add() if field.is_repeated else inner
+        if not field.is_repeated:
+            message.SetInParent()
+    return message
+
+
+def set_leaf(message: Message, field: FieldDescriptor) -> None:
+    kind = field.message_type
+    if kind is not None and kind.GetOptions().map_entry:
+        getattr(message, field.name)[3] = 1.5
+    elif kind is not None and kind.full_name == "google.protobuf.Duration":
+        getattr(message, field.name).FromMilliseconds(1500)
+    elif kind is not None:
+        inner = getattr(message, field.name)
+        (inner.add() if field.is_repeated else inner)["key"] = 5
+    elif field.is_repeated:
+        getattr(message, field.name).append("x" if field.type == field.TYPE_STRING else 7)
+    elif field.enum_type is not None:
+        setattr(message, field.name, 2)
+    elif field.type == field.TYPE_STRING:
+        setattr(message, field.name, "x")
+    else:
+        setattr(message, field.name, True if field.type == field.TYPE_BOOL else 7)
+
+
+def outcome(request: pb.GenerateRequest) -> Generation | tuple[FieldViolation, ...]:
+    try:
+        return to_generation(request)
+    except InvalidRequest as error:
+        return error.violations
+
+
+@pytest.mark.parametrize("path", LEAVES, ids=name)
+def test_setting_a_field_changes_the_generation(path: Path) -> None:
+    without, with_field = request_for(path), request_for(path)
+    parent_of(without, path)
+    set_leaf(parent_of(with_field, path), path[-1])
+    assert outcome(with_field) != outcome(without)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in LEAVES if path[-1].has_presence and path[-1].enum_type is None and path[-1].message_type is None],
+    ids=name,
+)
+def test_an_optional_field_set_to_zero_differs_from_unset(path: Path) -> None:
+    if name(path) in ("chat.continue_final_message", "guided_decoding.json_object"):
+        pytest.skip("false says the same as unset")
+    without, with_field = request_for(path), request_for(path)
+    parent_of(without, path)
+    setattr(parent_of(with_field, path), path[-1].name, path[-1].default_value)
+    assert outcome(with_field) != outcome(without)
+
+
+def test_an_empty_request_has_no_prompt_and_says_so() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        to_generation(pb.GenerateRequest())
+    assert [violation.field for violation in caught.value.violations] == ["prompt"]
+
+
+def test_unset_options_are_none() -> None:
+    assert to_generation(pb.GenerateRequest(text="x")) == Generation(prompt="x")
+
+
+def test_unknown_enum_numbers_are_refused_all_at_once() -> None:
+    request = pb.GenerateRequest(text="x")
+    request.prompt_options.truncation = 99  # type: ignore[assignment]
+    request.output.stream_mode = 98  # type: ignore[assignment]
+    with pytest.raises(InvalidRequest) as caught:
+        to_generation(request)
+    assert {violation.field for violation in caught.value.violations} == {
+        "prompt_options.truncation",
+        "output.stream_mode",
+    }
+
+
+def test_a_conversation_becomes_what_templates_expect() -> None:
+    chat = pb.ChatPrompt(
+        messages=[
+            pb.ChatMessage(role="user", parts=[pb.ContentPart(text="what is it?"), pb.ContentPart(image_url="data:x")]),
+            pb.ChatMessage(role="assistant", name="bob"),
+            pb.ChatMessage(role="tool", content="4", tool_call_id="one"),
+        ]
+    )
+    chat.messages[1].tool_calls.add()["arguments"] = {"a": 2, "b": [1.5, 3.0]}
+    chat.chat_template_kwargs["thinking"] = False
+    prompt = to_generation(pb.GenerateRequest(chat=chat)).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert list(prompt.messages) == [
+        {"role": "user", "content": [{"type": "text", "text": "what is it?"}, {"type": "image", "url": "data:x"}]},
+        {"role": "assistant", "content": "", "name": "bob", "tool_calls": [{"arguments": {"a": 2, "b": [1.5, 3]}}]},
+        {"role": "tool", "content": "4", "tool_call_id": "one"},
+    ]
+    whole_number = prompt.messages[1]["tool_calls"][0]["arguments"]["a"]
+    assert isinstance(whole_number, int)
+    assert prompt.template_kwargs == {"thinking": False}
+
+
+def test_content_beside_parts_is_refused() -> None:
+    message = pb.ChatMessage(role="user", content="a", parts=[pb.ContentPart(text="b")])
+    request = inference_pb2.TokenizeRequest(chat=pb.ChatPrompt(messages=[message]))
+    with pytest.raises(InvalidRequest, match=r"chat\.messages\[0\]\.parts"):
+        tokenize_prompt(request)
