@@ -71,8 +71,19 @@ inline Vec load(const float* from) {
     std::memcpy(&vec, from, sizeof vec);
     return vec;
 }
+// A load that is used several times. Left alone, GCC repeats it as the memory operand of each multiply-add, and the
+// loops below then wait for loads.
+inline Vec load_once(const float* from) {
+    Vec vec = load(from);
+#if defined(__AVX__)
+    __asm__("" : "+x"(vec));
+#endif
+    return vec;
+}
 inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof vec); }
 inline Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x}; }
+
+inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
 
 inline float bits_to_float(uint32_t bits) {
     float x;
@@ -166,9 +177,9 @@ inline void score_block(const float* query, const float* const* keys, int64_t he
     Vec sums[M][4] = {};
     for (int64_t d = 0; d < head_dim; d += kLanes) {
         Vec q[M];
-        for (int m = 0; m < M; ++m) q[m] = load(query + m * head_dim + d);
+        for (int m = 0; m < M; ++m) q[m] = load_once(query + m * head_dim + d);
         for (int j = 0; j < 4; ++j) {
-            const Vec k = load(keys[j] + d);
+            const Vec k = load_once(keys[j] + d);
             for (int m = 0; m < M; ++m) sums[m][j] += q[m] * k;
         }
     }
@@ -192,7 +203,7 @@ inline void weigh_block(const float* weights, const float* const* values, int nu
         Vec weight[M];
         for (int m = 0; m < M; ++m) weight[m] = broadcast(weights[m * kTile + i]);
         for (int j = 0; j < N; ++j) {
-            const Vec v = load(values[i] + d + j * kLanes);
+            const Vec v = load_once(values[i] + d + j * kLanes);
             for (int m = 0; m < M; ++m) sums[m][j] += weight[m] * v;
         }
     }
@@ -206,6 +217,15 @@ void weigh_rows(const float* weights, const float* const* values, int num_keys, 
     for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
         weigh_block<M, 4>(weights, values, num_keys, d, head_dim, output);
     for (; d < head_dim; d += kLanes) weigh_block<M, 1>(weights, values, num_keys, d, head_dim, output);
+}
+
+// Calls work(number of rows as a constant, first row) for all rows, three at a time: as many as the registers hold.
+template <typename Work>
+void in_blocks_of_rows(int64_t num_rows, Work work) {
+    int64_t row = 0;
+    for (; row + 3 <= num_rows; row += 3) work(std::integral_constant<int, 3>(), row);
+    if (num_rows - row == 2) work(std::integral_constant<int, 2>(), row);
+    if (num_rows - row == 1) work(std::integral_constant<int, 1>(), row);
 }
 
 // Turns the scores of one query row into weights relative to the tile's maximum. Keys outside [begin, end) weigh 0.
@@ -248,11 +268,11 @@ __attribute__((noinline)) void merge_tile(float* max, float* sum, float* output,
         store(output + d, load(output + d) * broadcast(keep) + load(tile_output + d) * broadcast(take));
 }
 
-// A piece of work: some new tokens of a row, the query heads of one KV head, tiles first_tile to end_tile - 1.
+// A piece of work: some new tokens of a row, for some KV heads and their query heads, over some tiles of keys.
 struct Unit {
-    int64_t row, kv_head, first_query, num_queries, first_tile, end_tile;
+    int64_t row, first_query, num_queries, first_head, num_heads, first_tile, num_tiles;
     float* partials;  // null: write the output; else keep what each tile gives, for merge_partials
-    int64_t cost() const { return (end_tile - first_tile) * num_queries; }
+    int64_t cost() const { return num_tiles * num_heads * num_queries; }
 };
 
 // Calls work(scratch, i) for each i < num_items on up to num_threads threads, which take items as they get free.
@@ -289,7 +309,6 @@ struct Attention {
     const ForwardArgs& a;
     const int64_t group = a.num_heads / a.num_kv_heads;
     const int64_t queries_per_unit = std::max<int64_t>(1, kQueryRows / group);
-    const int64_t partial_size = group * (a.head_dim + 2);  // per tile: outputs, maxima, sums
     std::vector<Unit> units;  // in the order of work: the longest first
     std::vector<Unit> split;  // units that were cut; their partials lie one tile after the other
     std::unique_ptr<float[]> partials;
@@ -316,46 +335,64 @@ struct Attention {
         return kOk;
     }
 
+    int64_t num_rows(const Unit& unit) const { return unit.num_queries * unit.num_heads * group; }
+    int64_t partial_size(const Unit& unit) const { return num_rows(unit) * (a.head_dim + 2); }  // of one tile
+
     void plan() {
-        for (int64_t row = 0; row < a.num_rows; ++row)
+        for (int64_t row = 0; row < a.num_rows; ++row) {
+            // One token: all heads together read the cache in its order. Many tokens: there is more to compute than to
+            // read, and what one head needs stays in the core's cache.
+            const int64_t num_heads = query_len(row) > 1 ? 1 : a.num_kv_heads;
             for (int64_t query = 0; query < query_len(row); query += queries_per_unit)
-                for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+                for (int64_t head = 0; head < a.num_kv_heads; head += num_heads) {
                     const int64_t num_queries = std::min(queries_per_unit, query_len(row) - query);
                     const int64_t first_tile = first_visible(position(row, query)) / kTile;
                     const int64_t end_tile = position(row, query + num_queries - 1) / kTile + 1;
-                    units.push_back({row, head, query, num_queries, first_tile, end_tile, nullptr});
+                    units.push_back(
+                        {row, query, num_queries, head, num_heads, first_tile, end_tile - first_tile, nullptr});
                 }
-        if (a.num_threads > 1 && int64_t(units.size()) < 4 * a.num_threads) split_units();
-        std::stable_sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost() > y.cost(); });
+        }
+        if (a.num_threads > 1 && !units.empty() && int64_t(units.size()) < 4 * a.num_threads) split_units();
+        std::sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost() > y.cost(); });
     }
 
-    // Few rows leave threads without work, so units of one token are cut along the sequence.
+    // Few rows leave threads without work, so units of one token are cut along the sequence, then between heads.
     void split_units() {
-        const int64_t parts = (4 * a.num_threads + int64_t(units.size()) - 1) / std::max<int64_t>(1, units.size());
+        const int64_t wanted = ceil_div(4 * a.num_threads, int64_t(units.size()));
         std::vector<Unit> whole;
         std::swap(whole, units);
-        int64_t num_partials = 0;
-        for (const Unit& unit : whole) num_partials += unit.num_queries == 1 ? unit.end_tile - unit.first_tile : 0;
-        partials.reset(new float[num_partials * partial_size]);
+        int64_t size = 0;
+        for (const Unit& unit : whole) size += unit.num_queries > 1 ? 0 : unit.num_tiles * partial_size(unit);
+        partials.reset(new float[size]);
         float* next = partials.get();
-        for (Unit unit : whole) {
-            if (unit.num_queries > 1 || unit.end_tile - unit.first_tile < 2) {
+        for (const Unit& unit : whole) {
+            if (unit.num_queries > 1) {
                 units.push_back(unit);
                 continue;
             }
-            unit.partials = next;
-            split.push_back(unit);
-            const int64_t num_tiles = unit.end_tile - unit.first_tile, step = (num_tiles + parts - 1) / parts;
-            for (int64_t tile = unit.first_tile; tile < unit.end_tile; tile += step) {
-                const int64_t end = std::min(tile + step, unit.end_tile);
-                units.push_back({unit.row, unit.kv_head, unit.first_query, 1, tile, end, next});
-                next += (end - tile) * partial_size;
+            const int64_t tiles_step = ceil_div(unit.num_tiles, std::min(wanted, unit.num_tiles));
+            const int64_t heads_step = ceil_div(unit.num_heads, ceil_div(wanted, ceil_div(unit.num_tiles, tiles_step)));
+            for (int64_t head = 0; head < unit.num_heads; head += heads_step) {
+                Unit of_heads = unit;
+                of_heads.first_head = head;
+                of_heads.num_heads = std::min(heads_step, unit.num_heads - head);
+                if (tiles_step < unit.num_tiles) {
+                    of_heads.partials = next;
+                    split.push_back(of_heads);
+                }
+                for (int64_t tile = 0; tile < unit.num_tiles; tile += tiles_step) {
+                    Unit part = of_heads;
+                    part.first_tile += tile;
+                    part.num_tiles = std::min(tiles_step, unit.num_tiles - tile);
+                    units.push_back(part);
+                    if (part.partials) next = of_heads.partials += part.num_tiles * partial_size(part);
+                }
             }
         }
     }
 };
 
-// Work memory of one thread. Rows count (query token, head) pairs: token-major, so that heads of a token are adjacent.
+// Work memory of one thread. Rows are (KV head, query token, query head of the KV head), the last running fastest.
 struct Scratch {
     const int64_t max_rows, head_dim;
     std::unique_ptr<float[]> memory{new float[max_rows * (3 * head_dim + kTile + 4) + 2 * kTile * head_dim]};
@@ -369,6 +406,7 @@ struct Scratch {
     float* tile_sum = tile_max + max_rows;
     float* keys = tile_sum + max_rows;
     float* values = keys + kTile * head_dim;
+    int64_t slots[kTile];  // the tile's slots, the same for all heads
     const float* key_rows[kTile];
     const float* value_rows[kTile];
 };
@@ -380,9 +418,8 @@ inline const float* row_as_float(const T* row, float* converted, int64_t head_di
     return converted;
 }
 
-// Points to the keys and values of a tile; gives how many there are.
-template <typename T>
-int load_tile(const Attention& attention, const Unit& unit, int64_t tile, Scratch& s) {
+// Finds the slots of a tile; gives how many keys there are, and fills up to a multiple of 4.
+int find_slots(const Attention& attention, const Unit& unit, int64_t tile, Scratch& s) {
     const ForwardArgs& a = attention.a;
     const int64_t first = attention.first_visible(attention.position(unit.row, unit.first_query));
     const int64_t last = attention.position(unit.row, unit.first_query + unit.num_queries - 1);
@@ -390,58 +427,70 @@ int load_tile(const Attention& attention, const Unit& unit, int64_t tile, Scratc
     const int32_t* blocks = a.block_tables + unit.row * a.block_table_stride;
     for (int i = 0; i < (num_keys + 3) / 4 * 4; ++i) {
         // What no query of the unit sees may be another's by now, or NaN: a key that is seen stands in, with weight 0.
-        const int64_t position = std::min(std::max(tile * kTile + i, first), last);
-        const int64_t slot = blocks[position / a.block_size] * a.block_size + position % a.block_size;
-        const int64_t offset = (slot * a.num_kv_heads + unit.kv_head) * a.head_dim;
-        s.key_rows[i] = row_as_float(static_cast<const T*>(a.key_cache) + offset, s.keys + i * a.head_dim, a.head_dim);
-        s.value_rows[i] =
-            row_as_float(static_cast<const T*>(a.value_cache) + offset, s.values + i * a.head_dim, a.head_dim);
+        const uint32_t position = uint32_t(std::clamp<int64_t>(tile * kTile + i, first, last));
+        const uint32_t block_size = uint32_t(a.block_size);
+        s.slots[i] = blocks[position / block_size] * a.block_size + position % block_size;
     }
     return num_keys;
 }
 
-// Leaves scores, maxima, sums and outputs of one tile in the scratch.
-void attend_to_tile(const Attention& attention, const Unit& unit, int64_t tile, int num_keys, Scratch& s) {
+// Leaves scores, maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on.
+template <typename T>
+void attend_to_tile(const Attention& attention, const Unit& unit, int64_t tile, int num_keys, int64_t kv_head,
+                    int64_t first_row, Scratch& s) {
     const ForwardArgs& a = attention.a;
+    for (int i = 0; i < (num_keys + 3) / 4 * 4; ++i) {
+        const int64_t offset = (s.slots[i] * a.num_kv_heads + kv_head) * a.head_dim, to = i * a.head_dim;
+        s.key_rows[i] = row_as_float(static_cast<const T*>(a.key_cache) + offset, s.keys + to, a.head_dim);
+        s.value_rows[i] = row_as_float(static_cast<const T*>(a.value_cache) + offset, s.values + to, a.head_dim);
+    }
     const int64_t num_rows = unit.num_queries * attention.group;
-    const auto for_row_blocks = [&](auto three, auto two, auto one) {
-        int64_t row = 0;
-        for (; row + 3 <= num_rows; row += 3) three(row);
-        if (num_rows - row == 2) two(row);
-        if (num_rows - row == 1) one(row);
-    };
-    const auto score = [&](auto rows_at_once) {
-        return [&](int64_t row) {
-            score_rows<rows_at_once>(s.query + row * a.head_dim, s.key_rows, num_keys, a.head_dim, s.scores + row * kTile);
-        };
-    };
-    const auto weigh = [&](auto rows_at_once) {
-        return [&](int64_t row) {
-            weigh_rows<rows_at_once>(s.scores + row * kTile, s.value_rows, num_keys, a.head_dim,
-                                     s.tile_output + row * a.head_dim);
-        };
-    };
-    const std::integral_constant<int, 1> one;
-    const std::integral_constant<int, 2> two;
-    const std::integral_constant<int, 3> three;
-    for_row_blocks(score(three), score(two), score(one));
+    float* const query = s.query + first_row * a.head_dim;
+    float* const output = s.tile_output + first_row * a.head_dim;
+    float* const scores = s.scores + first_row * kTile;
+    in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
+        score_rows<rows_at_once>(query + row * a.head_dim, s.key_rows, num_keys, a.head_dim, scores + row * kTile);
+    });
     for (int64_t row = 0; row < num_rows; ++row) {
         const int64_t position = attention.position(unit.row, unit.first_query + row / attention.group);
         const int64_t begin = attention.first_visible(position) - tile * kTile, end = position + 1 - tile * kTile;
-        softmax_of_tile(s.scores + row * kTile, num_keys, int(std::clamp<int64_t>(begin, 0, kTile)),
-                        int(std::clamp<int64_t>(end, 0, kTile)), a.softcap, s.tile_max + row, s.tile_sum + row);
+        softmax_of_tile(scores + row * kTile, num_keys, int(std::clamp<int64_t>(begin, 0, kTile)),
+                        int(std::clamp<int64_t>(end, 0, kTile)), a.softcap, s.tile_max + first_row + row,
+                        s.tile_sum + first_row + row);
     }
-    for_row_blocks(weigh(three), weigh(two), weigh(one));
+    in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
+        weigh_rows<rows_at_once>(scores + row * kTile, s.value_rows, num_keys, a.head_dim, output + row * a.head_dim);
+    });
+}
+
+// Where a row of the scratch belongs in the query and the output.
+struct TokenAndHead {
+    int64_t token, head;
+    TokenAndHead(const Attention& attention, const Unit& unit, int64_t row) {
+        const int64_t query = row / attention.group % unit.num_queries;
+        const int64_t kv_head = unit.first_head + row / attention.group / unit.num_queries;
+        token = attention.a.query_start_loc[unit.row] + unit.first_query + query;
+        head = kv_head * attention.group + row % attention.group;
+    }
+};
+
+template <typename T>
+void load_query(const Attention& attention, const Unit& unit, Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    for (int64_t row = 0; row < attention.num_rows(unit); ++row) {
+        const TokenAndHead at(attention, unit, row);
+        const T* from = static_cast<const T*>(a.query) + at.token * a.query_token_stride + at.head * a.query_head_stride;
+        for (int64_t d = 0; d < a.head_dim; ++d) s.query[row * a.head_dim + d] = to_float(from[d]) * a.scale;
+    }
 }
 
 template <typename T>
-void write_output(const Attention& attention, const Unit& unit, const float* output, const float* sum) {
+void write_output(const Attention& attention, const Unit& unit, const Scratch& s) {
     const ForwardArgs& a = attention.a;
-    for (int64_t row = 0; row < unit.num_queries * attention.group; ++row) {
-        const int64_t token = a.query_start_loc[unit.row] + unit.first_query + row / attention.group;
-        const int64_t head = unit.kv_head * attention.group + row % attention.group;
-        T* to = static_cast<T*>(a.output) + (token * a.num_heads + head) * a.head_dim;
-        for (int64_t d = 0; d < a.head_dim; ++d) from_float(output[row * a.head_dim + d] / sum[row], to + d);
+    for (int64_t row = 0; row < attention.num_rows(unit); ++row) {
+        const TokenAndHead at(attention, unit, row);
+        T* to = static_cast<T*>(a.output) + (at.token * a.num_heads + at.head) * a.head_dim;
+        for (int64_t d = 0; d < a.head_dim; ++d) from_float(s.output[row * a.head_dim + d] / s.sum[row], to + d);
     }
 }
 
@@ -451,44 +500,43 @@ void clear(Scratch& s, int64_t num_rows) {
     std::fill_n(s.max, num_rows, kNegativeInfinity);
 }
 
+void merge_tiles(Scratch& s, int64_t num_rows, const float* tile_max, const float* tile_sum, const float* tile_output) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        merge_tile(s.max + row, s.sum + row, s.output + row * s.head_dim, tile_max[row], tile_sum[row],
+                   tile_output + row * s.head_dim, s.head_dim);
+}
+
 template <typename T>
 void attend(const Attention& attention, const Unit& unit, Scratch& s) {
-    const ForwardArgs& a = attention.a;
-    const int64_t num_rows = unit.num_queries * attention.group;
-    for (int64_t row = 0; row < num_rows; ++row) {
-        const int64_t token = a.query_start_loc[unit.row] + unit.first_query + row / attention.group;
-        const int64_t head = unit.kv_head * attention.group + row % attention.group;
-        const T* from = static_cast<const T*>(a.query) + token * a.query_token_stride + head * a.query_head_stride;
-        for (int64_t d = 0; d < a.head_dim; ++d) s.query[row * a.head_dim + d] = to_float(from[d]) * a.scale;
-    }
+    const int64_t num_rows = attention.num_rows(unit), rows_of_head = unit.num_queries * attention.group;
+    load_query<T>(attention, unit, s);
     clear(s, num_rows);
-    for (int64_t tile = unit.first_tile; tile < unit.end_tile; ++tile) {
-        attend_to_tile(attention, unit, tile, load_tile<T>(attention, unit, tile, s), s);
+    for (int64_t i = 0; i < unit.num_tiles; ++i) {
+        const int64_t tile = unit.first_tile + i;
+        const int num_keys = find_slots(attention, unit, tile, s);
+        for (int64_t head = 0; head < unit.num_heads; ++head)
+            attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, s);
         if (unit.partials) {
-            float* partial = unit.partials + (tile - unit.first_tile) * attention.partial_size;
-            std::copy_n(s.tile_output, num_rows * a.head_dim, partial);
-            std::copy_n(s.tile_max, num_rows, partial + num_rows * a.head_dim);
-            std::copy_n(s.tile_sum, num_rows, partial + num_rows * (a.head_dim + 1));
-            continue;
+            float* partial = unit.partials + i * attention.partial_size(unit);
+            std::copy_n(s.tile_max, num_rows, partial);
+            std::copy_n(s.tile_sum, num_rows, partial + num_rows);
+            std::copy_n(s.tile_output, num_rows * s.head_dim, partial + 2 * num_rows);
+        } else {
+            merge_tiles(s, num_rows, s.tile_max, s.tile_sum, s.tile_output);
         }
-        for (int64_t row = 0; row < num_rows; ++row)
-            merge_tile(s.max + row, s.sum + row, s.output + row * a.head_dim, s.tile_max[row], s.tile_sum[row],
-                       s.tile_output + row * a.head_dim, a.head_dim);
     }
-    if (!unit.partials) write_output<T>(attention, unit, s.output, s.sum);
+    if (!unit.partials) write_output<T>(attention, unit, s);
 }
 
 template <typename T>
 void merge_partials(const Attention& attention, const Unit& unit, Scratch& s) {
-    const int64_t num_rows = attention.group, head_dim = attention.a.head_dim;
+    const int64_t num_rows = attention.num_rows(unit);
     clear(s, num_rows);
-    for (int64_t tile = 0; tile < unit.end_tile - unit.first_tile; ++tile) {
-        const float* partial = unit.partials + tile * attention.partial_size;
-        for (int64_t row = 0; row < num_rows; ++row)
-            merge_tile(s.max + row, s.sum + row, s.output + row * head_dim, partial[num_rows * head_dim + row],
-                       partial[num_rows * (head_dim + 1) + row], partial + row * head_dim, head_dim);
+    for (int64_t i = 0; i < unit.num_tiles; ++i) {
+        const float* partial = unit.partials + i * attention.partial_size(unit);
+        merge_tiles(s, num_rows, partial, partial + num_rows, partial + 2 * num_rows);
     }
-    write_output<T>(attention, unit, s.output, s.sum);
+    write_output<T>(attention, unit, s);
 }
 
 template <typename T>
@@ -497,7 +545,8 @@ Status forward(const ForwardArgs& args) {
     const Status status = attention.check();
     if (status != kOk) return status;
     attention.plan();
-    const auto make_scratch = [&] { return Scratch{attention.queries_per_unit * attention.group, args.head_dim}; };
+    const int64_t max_rows = std::max(attention.queries_per_unit * attention.group, args.num_heads);
+    const auto make_scratch = [&] { return Scratch{max_rows, args.head_dim}; };
     const auto on_team = [&](const std::vector<Unit>& units, auto work) {
         return run_team(args.parallel_region, args.num_threads, units.size(), make_scratch,
                         [&](Scratch& scratch, size_t i) { work(attention, units[i], scratch); });
