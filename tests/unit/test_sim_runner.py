@@ -305,14 +305,15 @@ def test_a_fatal_failure_is_raised_by_its_step_and_all_later_ones_with_one_cause
 
 
 def test_a_failure_is_not_known_before_its_step_has_run(start: Start) -> None:
-    runner = start(4, fail_at_step=0, step_seconds=0.3)
-    handles = launch(runner, 2)
-    assert not handles[0].done()
+    runner = start(4, fail_at_step=0, step_seconds=0.3, copy_seconds=0.3)
+    handles = [runner.execute_model(first_plan())]
     with pytest.raises(StepTimeout):
-        handles[1].result(0.01)
-    for handle in handles:
-        with pytest.raises(StepFailed):
-            handle.result(10.0)
+        handles[0].result(0.05)
+    handles.append(runner.execute_model(decode_plan(1)))
+    assert not handles[0].done()
+    with pytest.raises(StepFailed):
+        handles[1].result(10.0)
+    assert handles[0].done()
 
 
 def test_later_steps_fail_promptly_instead_of_taking_their_time(start: Start) -> None:

@@ -127,7 +127,8 @@ class MiniEngine:
         running = self.running.pop(index)
         self.releases.append(Release(running.slot, running.epoch))
         self.free_slots.append(running.slot)
-        self.free_blocks += running.blocks
+        # First to be used again, so that stale contents are met often.
+        self.free_blocks = running.blocks + self.free_blocks
 
     def is_complete(self, index: int) -> bool:
         return self.running[index].num_tokens == len(self.jobs[index].prompt) + self.jobs[index].num_outputs
