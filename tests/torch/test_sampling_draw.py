@@ -125,6 +125,16 @@ def test_a_masked_token_is_never_chosen_whatever_the_uniform_number(
     assert set(chosen) <= set(allowed)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_sums_of_more_bits_than_float64_holds_do_not_reach_a_masked_token(seed: int) -> None:
+    # 60,000 weights of about 2**40 make a sum of about 2**56.
+    vocab_size = 60_000
+    logits = torch.randn(1, vocab_size, generator=torch.Generator().manual_seed(seed)) * 0.01
+    sampler = sampler_of([SamplingParams(bad_words_token_ids=((vocab_size - 1,),))], vocab_size)
+    batch = with_uniform(sampler.plan([SampleRow(0, 0, 0)]), NEAR_ONE)
+    assert sampler.sample(logits, batch, token_table(1)).token_ids.tolist() == [vocab_size - 2]
+
+
 @pytest.mark.parametrize("params", [SamplingParams(top_k=3), SamplingParams(top_k=3, top_p=0.999), SamplingParams()])
 def test_the_greatest_uniform_number_chooses_the_last_kept_token(params: SamplingParams) -> None:
     logits = torch.tensor([[0.0, 3.0, 1.0, 2.0, 0.5]])

@@ -186,6 +186,23 @@ def test_a_bad_word_does_not_match_across_the_end_of_the_prompt() -> None:
     assert in_outputs[9] == -torch.inf
 
 
+def test_penalties_of_requests_of_different_lengths_do_not_mix() -> None:
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25)
+    requests = [([1, 2], [3]), ([4], [5, 5, 6, 7, 8, 9]), ([39, 38], []), ([0], [39, 39])]
+    sampler = Sampler(len(requests), MAX_MODEL_LEN, VOCAB_SIZE, CPU)
+    table = torch.full((len(requests), MAX_MODEL_LEN), GARBAGE)
+    for slot, (prompt, outputs) in enumerate(requests):
+        sampler.admit(Admit(slot, 0, tuple(prompt), len(prompt), params))
+        table[slot, : len(prompt) + len(outputs)] = torch.tensor([*prompt, *outputs])
+    batch = sampler.plan([SampleRow(slot, 0, len(outputs)) for slot, (_, outputs) in enumerate(requests)])
+    assert batch.buffer is not None
+    processed = random_logits(3).repeat(len(requests), 1)
+    process_logits(processed, batch, batch.buffer, table)
+    for row, (prompt, outputs) in zip(processed, requests, strict=True):
+        expected, _ = expected_scores(params, random_logits(3), prompt, outputs)
+        torch.testing.assert_close(row, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_penalties_read_tokens_that_reach_the_table_after_the_plan() -> None:
     sampler = Sampler(1, MAX_MODEL_LEN, VOCAB_SIZE, CPU)
     sampler.admit(Admit(0, 0, (1,), 1, SamplingParams(temperature=0, frequency_penalty=2.0)))

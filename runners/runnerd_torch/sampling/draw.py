@@ -114,8 +114,8 @@ def _choose(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Give [n, 1], the place whose part of the interval [0, sum) holds the row's uniform number."""
     sums = weights.cumsum(1)
     total = sums[:, -1:]
+    # Below the total, however it rounds: the largest uniform number is 1 - 2**-53, one step of a float64 below 1.
     target = (uniforms * total.to(torch.float64)).to(torch.int64)
-    target = torch.minimum(target, total - 1)
     # The first place whose sum is above the target has a weight above 0. A row without any weight gives a place
     # behind the end; it is reported as failed elsewhere and needs only a valid id here.
     return torch.searchsorted(sums, target, right=True).clamp_(max=weights.shape[1] - 1)
