@@ -16,7 +16,7 @@ from dataclasses import asdict
 from runnerd_service.frontend.chat import ChatTemplate, ChatTemplateError
 from runnerd_service.frontend.types import ChatPrompt
 
-_CPU_SECONDS = 5
+_CPU_SECONDS = 2
 _WALL_SECONDS = 20.0
 _MEMORY_BYTES = 1 << 30
 _MAX_OUTPUT_BYTES = 64 << 20
@@ -29,7 +29,7 @@ def render_apart(chat: ChatPrompt, source: str, special_tokens: Mapping[str, str
         ChatTemplateError: The template is wrong, refuses the conversation, or takes too much time or memory.
     """
     work = json.dumps({"source": source, "special_tokens": dict(special_tokens), "chat": asdict(chat)})
-    command = [sys.executable, "-m", "runnerd_service.frontend.template_process"]
+    command = [sys.executable, "-P", "-m", "runnerd_service.frontend.template_process"]
     try:
         done = subprocess.run(command, input=work.encode(), capture_output=True, timeout=_WALL_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:

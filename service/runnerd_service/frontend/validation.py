@@ -176,15 +176,20 @@ class _Checker:
         support = capability_map(self._served.capabilities)
         for field, capability, is_asked in asked:
             if is_asked and support[capability] == "no":
-                self._violations.add(field, not_served(self._served.runner, capability))
+                self._unserved(field, not_served(self._served.runner, capability))
         if g.typical_p not in (None, 1):
-            self._violations.add("sampling.typical_p", "typical sampling is served by no runner; use top_p or min_p")
+            self._unserved("sampling.typical_p", "typical sampling is served by no runner; use top_p or min_p")
         if g.beam_width not in (None, 1):
-            self._violations.add("sampling.beam_width", "beam search is served by no runner; use output.n and logprobs")
+            self._unserved("sampling.beam_width", "beam search is served by no runner; use output.n and logprobs")
         if g.guide is not None:
             self._violations.add(f"guided_decoding.{g.guide}", not_served(self._served.runner, "guided_decoding"))
         if g.adapter is not None:
             self._violations.add("adapter", not_served(self._served.runner, "lora"))
+
+    def _unserved(self, field: str, description: str) -> None:
+        # A value that is out of range is told as that alone.
+        if all(one.field != field for one in self._violations.found):
+            self._violations.add(field, description)
 
     def _number(self, field: str, value: float | None, expected: str, holds: Callable[[float], bool]) -> None:
         if value is not None and not (math.isfinite(value) and holds(value)):
