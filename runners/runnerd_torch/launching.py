@@ -30,7 +30,7 @@ from runnerd_torch.execution import StepExecutor
 from runnerd_torch.handle import FailureLatch, TorchStepHandle, assemble_output
 from runnerd_torch.inputs import SlotArrays
 from runnerd_torch.loading import LoadedModel
-from runnerd_torch.models import KVCache
+from runnerd_torch.models import KVCache, LayerSpec
 from runnerd_torch.sampling import Sampler, SampleRow
 
 
@@ -71,7 +71,7 @@ class StepLauncher:
             caches=_allocate_caches(loaded, device, num_blocks, config.block_size),
             block_size=config.block_size,
             sampler=Sampler(*table_shape, self._vocab_size, device.torch_device),
-            token_table=torch.zeros(table_shape, dtype=torch.int64, device=device.torch_device),
+            token_table=device.zeros(table_shape, torch.int64),
         )
         self._start_empty()
 
@@ -102,7 +102,7 @@ class StepLauncher:
         return handle
 
     def warm_up(self) -> None:
-        """Run a prefill of all slots and a decode step of every kind of sampling, then forget them.
+        """Run a prefill and a decode step with several kinds of sampling, then forget them.
 
         Raises:
             StepFailed: A step failed.
@@ -165,22 +165,17 @@ class StepLauncher:
 
 
 def _allocate_caches(loaded: LoadedModel, device: Device, num_blocks: int, block_size: int) -> tuple[KVCache, ...]:
-    def allocate(num_kv_heads: int, head_dim: int) -> torch.Tensor:
-        # Zeros, not garbage: a kernel may multiply slots it masks out, and 0 times NaN is NaN.
-        return torch.zeros(
-            num_blocks, block_size, num_kv_heads, head_dim, dtype=loaded.shape.dtype, device=device.torch_device
-        )
+    # Zeros, not garbage: a kernel may multiply slots that it masks out, and 0 times NaN is NaN.
+    def allocate(layer: LayerSpec) -> torch.Tensor:
+        return device.zeros((num_blocks, block_size, layer.num_kv_heads, layer.head_dim), loaded.shape.dtype)
 
-    return tuple(
-        KVCache(allocate(layer.num_kv_heads, layer.head_dim), allocate(layer.num_kv_heads, layer.head_dim))
-        for layer in loaded.model.layers
-    )
+    return tuple(KVCache(allocate(layer), allocate(layer)) for layer in loaded.model.layers)
 
 
 def _warm_up_plans(config: RunnerConfig, num_blocks: int, max_model_len: int) -> list[StepPlan]:
-    """Give a prefill of as many slots as fit and a decode step that samples in different ways."""
+    """Give a short prefill and a decode step of a few slots that sample in different ways."""
     length = min(config.block_size, max_model_len) - 2
-    slots = range(min(config.max_num_seqs, num_blocks, config.max_num_batched_tokens))
+    slots = range(min(4, config.max_num_seqs, num_blocks, config.max_num_batched_tokens))
     length = min(length, config.max_num_batched_tokens // len(slots))
     if length < 1:
         return [StepPlan(step_id=0)]

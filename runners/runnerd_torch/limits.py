@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
 
 from runnerd_spi import ModelLoadError
 
@@ -23,6 +23,12 @@ def refuse_architecture(name: str, config: PretrainedConfig) -> None:
     if config.is_encoder_decoder:
         raise ModelLoadError(
             f"{name}: {config.model_type} is an encoder-decoder; only decoders (causal language models) can be served"
+        )
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model_class is not None and model_class._is_stateful:
+        raise ModelLoadError(
+            f"{name}: {config.model_type} keeps a recurrent state besides attention; "
+            "only decoders made of attention can be served"
         )
     others = set(_text(config).get("layer_types") or ()) - _PAGED_LAYER_TYPES
     if others:

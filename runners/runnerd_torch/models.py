@@ -245,8 +245,6 @@ class _Recorder:
 def _probe(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int]:
     """Run two tokens through the model and give its layers and the width of its logits."""
     name = type(model).__name__
-    if model._is_stateful:
-        raise ModelLoadError(f"{name} keeps a recurrent state besides attention; only attention decoders can be served")
     if "logits_to_keep" not in inspect.signature(model.forward).parameters:
         raise ModelLoadError(f"{name}.forward takes no logits_to_keep; the model's code is too old for this runner")
     recorder = _Recorder(name)

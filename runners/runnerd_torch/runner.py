@@ -48,6 +48,7 @@ class TorchModelRunner:
         self._next_call = "load"
         self._closed = False
         self._free_bytes_before_load = 0
+        self._attention: PagedAttention | None = None
         self._loaded: LoadedModel | None = None
         self._launcher: StepLauncher | None = None
 
@@ -60,6 +61,9 @@ class TorchModelRunner:
         """
         self._require("load")
         self._free_bytes_before_load = self._device.memory().free_bytes
+        progress("preparing the attention kernel", 0, 1)
+        self._attention = self._build_attention()
+        progress("preparing the attention kernel", 1, 1)
         self._loaded = load_model(self._config, self._device, progress)
         self._next_call = "profile"
         return self._loaded.info
@@ -70,7 +74,7 @@ class TorchModelRunner:
         Raises:
             LifecycleError: The model is not loaded, this was called before, or the runner is closed.
         """
-        loaded = self._require_loaded("profile")
+        loaded, _ = self._require_loaded("profile")
         budget = kv_budget(loaded.shape, self._config, self._free_bytes_before_load, self._device.memory())
         self._next_call = "init_kv_cache"
         return budget
@@ -82,16 +86,14 @@ class TorchModelRunner:
             LifecycleError: ``profile`` was not called, this was called before, or the runner is closed.
             ValueError: There would be no block.
         """
-        loaded = self._require_loaded("init_kv_cache")
+        loaded, attention = self._require_loaded("init_kv_cache")
         if num_blocks < 1:
             raise ValueError(f"num_blocks {num_blocks}, expected at least 1; give the KV cache more memory")
-        self._launcher = StepLauncher(
-            self._config, self._device, loaded, self._build_attention(), num_blocks, self._max_logprobs
-        )
+        self._launcher = StepLauncher(self._config, self._device, loaded, attention, num_blocks, self._max_logprobs)
         self._next_call = "warm_up"
 
     def warm_up(self) -> None:
-        """Run a prefill and a full decode step, so that the first requests find everything built.
+        """Run a prefill and a decode step, so that the first requests find everything built.
 
         Raises:
             LifecycleError: There is no KV cache, this was called before, or the runner is closed.
@@ -118,7 +120,7 @@ class TorchModelRunner:
         self._closed = True
         if not self._device.close(_CLOSE_TIMEOUT_SECONDS):
             logger.warning("work on %s did not end within %s s", self._device.description, _CLOSE_TIMEOUT_SECONDS)
-        self._loaded = self._launcher = None
+        self._loaded = self._attention = self._launcher = None
 
     def _require(self, call: str) -> None:
         if self._closed:
@@ -128,10 +130,11 @@ class TorchModelRunner:
                 f"{call} was called, expected {self._next_call} next; the order is {', '.join(_ORDER)}"
             )
 
-    def _require_loaded(self, call: str) -> LoadedModel:
+    def _require_loaded(self, call: str) -> tuple[LoadedModel, PagedAttention]:
         self._require(call)
         assert self._loaded is not None
-        return self._loaded
+        assert self._attention is not None
+        return self._loaded, self._attention
 
     def _require_launcher(self, call: str) -> StepLauncher:
         self._require(call)

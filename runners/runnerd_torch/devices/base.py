@@ -76,6 +76,10 @@ class Device(Protocol):
         """Measure the memory now."""
         ...
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a tensor of zeros that lives long: the KV cache, the token table."""
+        ...
+
     def submit(self, work: Callable[[], T]) -> Launch[T]:
         """Run ``work`` on the stream, after all work submitted before; does not wait for it.
 

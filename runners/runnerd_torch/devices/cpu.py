@@ -5,12 +5,14 @@ The thread that launches does not wait, so the scheduling of the next step overl
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, Generic
 
+import numpy as np
 import torch
 
 from runnerd_torch.devices import host
@@ -104,6 +106,11 @@ class CpuDevice:
         """Measure the host's memory, bounded by the cgroup."""
         total, free = host.memory_bytes()
         return MemoryInfo(total, free, DEFAULT_KV_BYTES)
+
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate zeros that cost nothing until they are written: torch would touch each page of a large cache now."""
+        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
+        return torch.from_numpy(pages).view(dtype).view(shape)
 
     def submit(self, work: Callable[[], T]) -> Launch[T]:
         """Queue ``work`` for the worker thread."""
