@@ -225,6 +225,8 @@ def test_a_timeout_leaves_the_handle_valid(start: Start) -> None:
 
 def test_the_timeline_is_in_order_and_hides_the_future(start: Start) -> None:
     handles = launch(start(4, step_seconds=0.1, copy_seconds=0.05), 2)
+    with pytest.raises(StepTimeout):
+        handles[0].result(0.02)
     early = handles[0].timeline
     assert 0 < early.host_begin_ns <= early.host_end_ns
     assert (early.device_begin_ns, early.device_end_ns, early.ready_ns) == (0, 0, 0)

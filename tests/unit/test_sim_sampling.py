@@ -61,7 +61,7 @@ def test_top_k_keeps_the_k_most_likely(top_k: int, kept: set[int]) -> None:
 
 
 def test_top_k_keeps_exactly_k_among_equals() -> None:
-    logits = np.zeros(5, dtype=np.float32)
+    logits = np.zeros(VOCAB_SIZE, dtype=np.float32)
     drawn = {choose(logits, SamplingParams(top_k=2), history(), u) for u in np.linspace(0, 1, 50, endpoint=False)}
     assert drawn == {0, 1}
 
@@ -118,6 +118,10 @@ def test_logit_bias_is_added_and_allowed_ids_exclude_all_others() -> None:
     assert choose(four_logits(), SamplingParams(temperature=0, logit_bias={3: 5.0}), history(), 0) == 3
     assert reachable(SamplingParams(allowed_token_ids=(1, 3))) == {1, 3}
     assert reachable(SamplingParams(allowed_token_ids=(1, 3), logit_bias={0: 100.0})) == {1, 3}
+
+
+def test_the_smallest_number_draws_the_first_token_that_is_kept() -> None:
+    assert choose(four_logits(), SamplingParams(allowed_token_ids=(1, 3)), history(), 0.0) == 1
 
 
 def test_a_bad_word_of_one_token_is_always_banned() -> None:

@@ -99,6 +99,10 @@ BAD_PLANS = {
     "row of no token": (StepPlan(1, rows=(Row(0, 1, 0, 3, False),)), r"positions 3 to 2"),
     "row before the first token": (StepPlan(1, rows=(Row(0, 1, 1, -1, False),)), r"positions -1 to -1"),
     "row past the last token": (StepPlan(1, rows=(Row(0, 1, 2, 3, True),)), r"inside the 4 tokens"),
+    "bad row beside good deltas": (
+        StepPlan(1, admits=(LONG,), grants=(BlockGrant(0, 1, (1,)),), rows=(Row(0, 1, 2, 3, True),)),
+        r"inside the 4 tokens",
+    ),
     "row outside its blocks": (
         StepPlan(1, admits=(LONG,), grants=(BlockGrant(1, 1, (1,)),), rows=(Row(1, 1, 5, 0, False),)),
         r"ends at 5, but its blocks hold 4 tokens",
