@@ -160,6 +160,15 @@ def draw_good_plan(data: st.DataObject, checker: PlanChecker, next_epoch: int) -
     return StepPlan(checker.next_step_id, tuple(releases), tuple(admits), tuple(grants), tuple(rows))
 
 
+def test_a_plan_may_be_exactly_as_large_as_the_limits(checker: PlanChecker) -> None:
+    # Seven tokens and one are the eight a step may have; position 11 is the last of twelve.
+    almost = admit(1, 1, (1,) * 11, 11)
+    blocks = BlockGrant(1, 1, (1, 2, 3))
+    checker.apply(StepPlan(1, admits=(almost,), grants=(blocks,), rows=(Row(0, 1, 1, 3, True), Row(1, 1, 7, 0, False))))
+    checker.apply(StepPlan(2, rows=(Row(1, 1, 4, 7, True),)))
+    assert checker.slots[1].num_tokens == 12
+
+
 @settings(deadline=None)
 @given(st.data())
 def test_random_plans_either_apply_or_change_nothing(data: st.DataObject) -> None:
