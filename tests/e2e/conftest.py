@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -145,13 +145,12 @@ class Daemon:
         return self.process.wait(WAIT_SECONDS)
 
 
-@pytest.fixture
-def daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
-    """Starts ``python -m runnerd_service serve --runner sim --port 0 ARGUMENTS``; kills what is left at the end."""
+@contextmanager
+def _daemons(folder: Path) -> Iterator[Callable[..., Daemon]]:
     started: list[Daemon] = []
 
     def start(*arguments: str, environment: dict[str, str] | None = None) -> Daemon:
-        log_path = tmp_path / f"daemon{len(started)}.log"
+        log_path = folder / f"daemon{len(started)}.log"
         defaults = ["--runner", "sim", "--port", "0"]
         with log_path.open("w") as log:
             process = subprocess.Popen(
@@ -164,13 +163,29 @@ def daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
         started.append(Daemon(process, log_path))
         return started[-1]
 
-    yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.wait(WAIT_SECONDS)
-        assert one.process.stdout is not None
-        one.process.stdout.close()
+    try:
+        yield start
+    finally:
+        for one in started:
+            if one.process.poll() is None:
+                one.process.kill()
+                one.process.wait(WAIT_SECONDS)
+            assert one.process.stdout is not None
+            one.process.stdout.close()
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Callable[..., Daemon]]:
+    """Starts ``python -m runnerd_service serve --runner sim --port 0 ARGUMENTS``; kills what is left at the end."""
+    with _daemons(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def module_daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Daemon]]:
+    """The same for the tests of a module together."""
+    with _daemons(tmp_path_factory.mktemp("daemons")) as start:
+        yield start
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from typing import Any, cast
 import grpc
 from google.protobuf.message import Message
 
-from runnerd_service.errors import FieldViolation, InvalidRequest, RequestAborted
+from runnerd_service.errors import FieldViolation, InvalidRequest, RequestAborted, RunnerdError
 from runnerd_service.rpc.status import to_status
 
 logger = logging.getLogger(__name__)
@@ -105,6 +105,6 @@ async def _abort(method: str, error: BaseException, context: _Context) -> None:
         error = RequestAborted("the request was ended inside the server")
     assert isinstance(error, Exception)
     status = to_status(error)
-    if status.code is grpc.StatusCode.INTERNAL:
+    if not isinstance(error, RunnerdError):
         logger.error("%s failed", method, exc_info=error)
     await context.abort(status.code, status.details, status.trailing_metadata)

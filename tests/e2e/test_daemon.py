@@ -1,0 +1,236 @@
+"""``runnerd serve`` as an operator runs it: a process, signals, exit codes, sockets, settings."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+import time
+from contextlib import closing
+
+import pytest
+
+from runnerd_client import Client, UnavailableError
+from runnerd_client.client import GenerationStream
+
+SLOW = ("--runner-option", "step_seconds=0.02")
+
+
+def started(client: Client, max_tokens: int) -> GenerationStream:
+    stream = client.stream("x", max_tokens=max_tokens, ignore_eos=True)
+    assert next(stream).HasField("started")
+    return stream
+
+
+def wait_until_draining(client: Client) -> UnavailableError:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        try:
+            client.generate("x", max_tokens=1)
+        except UnavailableError as error:
+            return error
+    raise AssertionError("the server did not begin to drain")
+
+
+def test_the_ready_line_says_what_is_served_and_where(daemon) -> None:
+    server = daemon("--served-model-name", "toy")
+    address = server.wait_until_ready()
+    assert re.fullmatch(
+        r"runnerd \d+\.\d+\.\d+ serving toy on 127\.0\.0\.1:\d+ \(sim, .*2 steps in flight\)\n", server.lines[-1]
+    )
+    with Client(address) as client:
+        assert client.model_info().name == "toy"
+        assert client.generate("x", max_tokens=3, ignore_eos=True).outputs[0].text
+
+
+def test_sigterm_lets_live_streams_finish_and_exits_with_0(daemon) -> None:
+    server = daemon(*SLOW)
+    with Client(server.wait_until_ready()) as client:
+        stream = started(client, 60)
+        server.terminate()
+        refusal = wait_until_draining(client)
+        assert "shutting down" in str(refusal)
+        messages = list(stream)
+        assert messages[-1].output.finish.usage.completion_tokens == 60
+        assert server.wait() == 0
+    assert "drained" in server.log()
+
+
+def test_a_drain_that_takes_too_long_ends_the_streams_with_a_status(daemon) -> None:
+    server = daemon(*SLOW, "--drain-seconds", "0.3")
+    with Client(server.wait_until_ready()) as client:
+        stream = started(client, 5000)
+        server.terminate()
+        with pytest.raises(UnavailableError) as caught:
+            list(stream)
+        assert caught.value.reason == "NOT_READY"
+        assert server.wait() == 0
+
+
+def test_a_second_signal_stops_at_once(daemon) -> None:
+    server = daemon(*SLOW)
+    with Client(server.wait_until_ready()) as client:
+        stream = started(client, 5000)
+        server.terminate()
+        wait_until_draining(client)
+        server.terminate()
+        assert server.wait() == 130
+        with pytest.raises(UnavailableError):
+            list(stream)
+
+
+def test_a_signal_while_loading_stops_in_order(daemon) -> None:
+    server = daemon("--runner-option", "load_seconds=60")
+    with Client(server.listening_address) as client:
+        assert client.server_info().runner == "sim"
+    server.terminate()
+    assert server.wait() == 0
+
+
+def test_a_port_in_use_is_refused_in_a_line(runnerd) -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        result = runnerd("serve", "--runner", "sim", "--port", str(port))
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert f"127.0.0.1 port {port}" in result.stderr
+    assert "--port 0" in result.stderr
+
+
+def test_two_servers_do_not_share_a_port(daemon, runnerd) -> None:
+    address = daemon().wait_until_ready()
+    result = runnerd("serve", "--runner", "sim", "--port", address.rpartition(":")[2])
+    assert (result.returncode, result.stdout) == (2, "")
+
+
+def test_a_unix_socket_is_private_replaces_a_stale_one_and_is_removed(daemon, runnerd, tmp_path) -> None:
+    path = tmp_path / "runnerd.sock"
+    with closing(socket.socket(socket.AF_UNIX)) as stale:
+        stale.bind(str(path))
+    server = daemon("--unix-socket", str(path))
+    server.wait_until_ready()
+    assert f"unix:{path}" in server.lines[-1]
+    mode = path.lstat().st_mode
+    assert stat.S_ISSOCK(mode)
+    assert stat.S_IMODE(mode) == 0o600
+    with Client(f"unix:{path}") as client:
+        assert client.generate("x", max_tokens=1).outputs
+    second = runnerd("serve", "--runner", "sim", "--port", "0", "--unix-socket", str(path))
+    assert second.returncode == 2
+    assert "another process" in second.stderr
+    server.terminate()
+    assert server.wait() == 0
+    assert not path.exists()
+
+
+def test_a_file_that_is_no_socket_is_left_alone(runnerd, tmp_path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("precious")
+    result = runnerd("serve", "--runner", "sim", "--port", "0", "--unix-socket", str(path))
+    assert result.returncode == 2
+    assert "no socket" in result.stderr
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("--runner", "nope"), "no runner called 'nope'"),
+        (("--runner", "sim", "--runner-option", "nope=1"), "no option 'nope'"),
+        (("--runner", "sim", "--port", "70000"), "--port: expected a whole number from 0 to 65535, got '70000'"),
+        (("--runner", "sim", "--speculative-model", "x"), "speculative"),
+        (("--runner", "cpu", "/no/such/model"), "/no/such/model"),
+        (("--runner", "sim", "--host", "no.such.host.invalid"), "no.such.host.invalid"),
+    ],
+    ids=lambda value: value[1] if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_served_is_refused_in_a_line_with_exit_code_2(runnerd, arguments, part) -> None:
+    result = runnerd("serve", "--port", "0", "--log-level", "error", *arguments)
+    assert result.returncode == 2
+    assert part in result.stderr
+    assert result.stderr.startswith("runnerd: ")
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_flags_environment_and_file_work_together(daemon, tmp_path) -> None:
+    file = tmp_path / "runnerd.toml"
+    file.write_text("max-num-seqs = 3\nserved-model-name = 'from-file'\n[runner-option]\nmax_model_len = 100\n")
+    server = daemon(
+        "--config",
+        str(file),
+        "--max-num-batched-tokens",
+        "77",
+        environment={
+            "RUNNERD_SERVED_MODEL_NAME": "from-environment",
+            "RUNNERD_MAX_NUM_BATCHED_TOKENS": "55",
+            "RUNNERD_ASYNC_EXECUTION": "off",
+            "RUNNERD_PROT": "1",
+        },
+    )
+    with Client(server.wait_until_ready()) as client:
+        info, model = client.server_info(), client.model_info()
+    assert (info.max_num_seqs, info.max_num_batched_tokens) == (3, 77)
+    assert (info.async_execution, info.async_effective, info.max_in_flight) == ("off", False, 1)
+    assert (model.name, model.max_model_len) == ("from-environment", 100)
+    assert "synchronous" in server.lines[-1]
+    assert "RUNNERD_PROT is no setting" in server.log()
+
+
+def test_the_log_names_requests_and_holds_no_text(daemon) -> None:
+    server = daemon()
+    with Client(server.wait_until_ready()) as client:
+        client.generate("my secret diary", request_id="req-1", max_tokens=4, ignore_eos=True)
+        with pytest.raises(Exception, match="stop"):
+            client.generate("my secret diary", request_id="req-2", stop=["another secret"] * 17)
+    server.terminate()
+    assert server.wait() == 0
+    assert "request req-1 finished: 15 prompt tokens, 4 output tokens" in server.log()
+    assert "request req-2 InvalidRequest" in server.log()
+    assert "secret" not in server.log()
+
+
+def test_progress_of_the_load_is_logged_when_there_is_no_terminal(daemon) -> None:
+    server = daemon("--runner-option", "load_seconds=0.3")
+    server.wait_until_ready()
+    assert re.search(r"progress: .*: \d+ of \d+", server.log())
+
+
+def test_a_daemon_on_its_own_process_group_survives_nothing_of_its_engine(daemon) -> None:
+    """The engine process ends with the daemon, even when that is killed."""
+    server = daemon()
+    server.wait_until_ready()
+    children = _children(server.process.pid)
+    assert children
+    server.process.kill()
+    server.process.wait(10)
+    deadline = time.monotonic() + 20
+    while any(_alive(pid) for pid in children):
+        assert time.monotonic() < deadline, "the engine process outlived its daemon"
+        time.sleep(0.05)
+
+
+def _children(pid: int) -> list[int]:
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ctrl_c_reaches_the_whole_group_and_still_drains(daemon) -> None:
+    server = daemon(*SLOW)
+    with Client(server.wait_until_ready()) as client:
+        stream = started(client, 40)
+        for child in _children(server.process.pid):
+            os.kill(child, 2)  # a terminal sends SIGINT to every process of the group
+        server.process.send_signal(2)
+        messages = list(stream)
+        assert messages[-1].output.finish.usage.completion_tokens == 40
+        assert server.wait() == 0
