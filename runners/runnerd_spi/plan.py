@@ -10,9 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
-
-_NO_BIAS: Mapping[int, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +36,7 @@ class SamplingParams:
     """In [-2, 2]. Subtracted once from the logit of each token seen in the output."""
     frequency_penalty: float = 0.0
     """In [-2, 2]. Subtracted from a token's logit once per occurrence in the output."""
-    logit_bias: Mapping[int, float] = field(default_factory=lambda: _NO_BIAS)
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Token id to the value added to its logit."""
     allowed_token_ids: tuple[int, ...] | None = None
     """When set, no other token is chosen."""
