@@ -80,6 +80,8 @@ class Frontend:
         self._live: dict[str, _LiveRequest] = {}
         self._open_uids: set[int] = set()
         """Engine requests whose end is not known yet."""
+        self._silent_uids: set[int] = set()
+        """Those of them that gave nothing yet."""
         self._uids = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -254,11 +256,13 @@ class Frontend:
             self._engine.add(request.add_request(uid, index), self._sink(live, stream, index))
             live.uids.append(uid)
             self._open_uids.add(uid)
+            self._silent_uids.add(uid)
         logger.debug("request %s: %d prompt tokens", live.request_id, len(request.prompt_token_ids))
         return stream
 
     def _sink(self, live: _LiveRequest, stream: RequestStream, index: int) -> Callable[[RequestOutput], None]:
         def sink(output: RequestOutput) -> None:
+            self._silent_uids.discard(output.uid)
             if output.finish is not None:
                 self._open_uids.discard(output.uid)
             if output.finish == "failed":
@@ -287,6 +291,7 @@ class Frontend:
 
     def _forget(self, uids: Sequence[int]) -> None:
         self._open_uids.difference_update(uids)
+        self._silent_uids.difference_update(uids)
         self._engine.abort(uids)
 
     def _fail_all(self, error: RunnerdError) -> None:
@@ -296,11 +301,11 @@ class Frontend:
     def _check_capacity(self, num_new: int) -> None:
         limit, num_open = self._config.max_waiting, len(self._open_uids)
         beyond_slots = num_open + num_new - self._config.engine.max_num_seqs
-        # When memory is short, sequences wait though slots are free. The engine's count is as old as its last step.
-        num_waiting = min(self._engine.load.num_waiting, num_open)
+        # When memory is short, some wait though slots are free. The engine's count is as old as its last step.
+        num_waiting = min(self._engine.load.num_waiting, len(self._silent_uids))
         if beyond_slots > limit or (num_waiting and num_waiting + num_new > limit):
             raise Overloaded(
-                f"{num_open} sequences run or wait, with {num_new} more would wait more than {limit}; try again later",
+                f"{num_open} outputs run or wait; with {num_new} more, more than {limit} would wait; try again later",
                 subject="max_waiting",
                 retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
             )
