@@ -504,16 +504,18 @@ class StoppingParams(google.protobuf.message.Message):
     min_tokens: builtins.int
     """Output tokens before EOS or a stop token may be chosen; at most max_tokens. Default: 0."""
     include_stop: builtins.bool
-    """Keep the stop string that matched in the output. Default: false."""
+    """Keep the stop string or stop token that matched in the output's text. Default: false."""
     ignore_eos: builtins.bool
     """Go on after EOS. Default: false."""
     @property
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """End when one of these texts appears; it is cut from the output. Up to 16, each not empty. Default: none."""
+        """End when one of these texts appears; it is cut from the output. The one that is complete first counts.
+        Up to 16, each of 1 to 1024 characters. Default: none.
+        """
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """End after one of these tokens. Default: none."""
+        """End after one of these tokens; its text is cut from the output. Default: none."""
 
     @property
     def time_limit(self) -> google.protobuf.duration_pb2.Duration:
@@ -672,7 +674,9 @@ Global___Choices: typing_extensions.TypeAlias = Choices
 
 @typing.final
 class Token(google.protobuf.message.Message):
-    """One output token. In delta streams the records of a message belong to exactly the tokens that are new in it."""
+    """One output token. In delta streams the records of a message belong to exactly the tokens that are new in it; a token
+    that may still turn out to be a part of a stop string comes when that is decided.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -684,7 +688,9 @@ class Token(google.protobuf.message.Message):
     id: builtins.int
     """Token id."""
     text: builtins.str
-    """The text that became complete with this token; empty while a character is still unfinished."""
+    """The text that became complete with this token; empty while a character is still unfinished. What is cut from the
+    output (a stop string, a stop token, EOS) is cut here, too: the tokens' texts joined are the text of the output.
+    """
     logprob: builtins.float
     """Natural logarithm of the token's probability under the raw logits; set when logprobs were asked for."""
     rank: builtins.int
