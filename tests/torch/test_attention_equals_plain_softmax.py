@@ -164,6 +164,7 @@ def test_attention_over_pages_equals_plain_softmax_attention(attention: PagedAtt
         Case(rows=(Row(0, 1),)),
         Case(rows=(Row(2500, 1), Row(63, 1), Row(64, 1), Row(65, 1))),
         Case(rows=(Row(0, 513),)),
+        Case(rows=(Row(0, 1), Row(0, 49)), group=1),
         Case(rows=(Row(700, 130), Row(0, 2)), sliding_window=64),
         Case(rows=(Row(100, 1), Row(50, 20)), sliding_window=1),
         Case(rows=(Row(10, 1), Row(3, 5)), num_kv_heads=1, group=71, head_dim=64),

@@ -55,6 +55,7 @@ namespace {
 constexpr int kTile = 64;       // keys per tile
 constexpr int kQueryRows = 48;  // (query token, head) pairs that share one pass over a tile
 constexpr int kLanes = 8;
+constexpr int64_t kProductsPerThread = 1 << 16;  // about 10 us; less is done sooner than another thread wakes up
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 
 typedef float Vec __attribute__((vector_size(32)));
@@ -189,11 +190,6 @@ inline void score_block(const float* query, const float* const* keys, int64_t he
     }
 }
 
-template <int M>
-void score_rows(const float* query, const float* const* keys, int num_keys, int64_t head_dim, float* scores) {
-    for (int j = 0; j < num_keys; j += 4) score_block<M>(query, keys + j, head_dim, scores + j);
-}
-
 // output[m] = sum over i of weights[m][i] * values[i], for M query rows and N vectors of the head dimension.
 template <int M, int N>
 inline void weigh_block(const float* weights, const float* const* values, int num_keys, int64_t d, int64_t head_dim,
@@ -211,14 +207,6 @@ inline void weigh_block(const float* weights, const float* const* values, int nu
         for (int j = 0; j < N; ++j) store(output + m * head_dim + d + j * kLanes, sums[m][j]);
 }
 
-template <int M>
-void weigh_rows(const float* weights, const float* const* values, int num_keys, int64_t head_dim, float* output) {
-    int64_t d = 0;
-    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes)
-        weigh_block<M, 4>(weights, values, num_keys, d, head_dim, output);
-    for (; d < head_dim; d += kLanes) weigh_block<M, 1>(weights, values, num_keys, d, head_dim, output);
-}
-
 // Calls work(number of rows as a constant, first row) for all rows, three at a time: as many as the registers hold.
 template <typename Work>
 void in_blocks_of_rows(int64_t num_rows, Work work) {
@@ -226,6 +214,30 @@ void in_blocks_of_rows(int64_t num_rows, Work work) {
     for (; row + 3 <= num_rows; row += 3) work(std::integral_constant<int, 3>(), row);
     if (num_rows - row == 2) work(std::integral_constant<int, 2>(), row);
     if (num_rows - row == 1) work(std::integral_constant<int, 1>(), row);
+}
+
+// Scores of all query rows with the keys of a tile, so many keys at a time that they stay in the first-level cache.
+void score_tile(const float* query, int64_t num_rows, const float* const* keys, int num_keys, int64_t head_dim,
+                float* scores) {
+    const int keys_at_once = int(std::max<int64_t>(4, 4096 / head_dim / 4 * 4));
+    for (int first = 0; first < num_keys; first += keys_at_once)
+        in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
+            for (int j = first; j < std::min(first + keys_at_once, num_keys); j += 4)
+                score_block<rows_at_once>(query + row * head_dim, keys + j, head_dim, scores + row * kTile + j);
+        });
+}
+
+void weigh_tile(const float* weights, int64_t num_rows, const float* const* values, int num_keys, int64_t head_dim,
+                float* output) {
+    const auto weigh = [&](auto vectors_at_once, int64_t d) {
+        in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
+            weigh_block<rows_at_once, vectors_at_once>(weights + row * kTile, values, num_keys, d, head_dim,
+                                                       output + row * head_dim);
+        });
+    };
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) weigh(std::integral_constant<int, 4>(), d);
+    for (; d < head_dim; d += kLanes) weigh(std::integral_constant<int, 1>(), d);
 }
 
 // Turns the scores of one query row into weights relative to the tile's maximum. Keys outside [begin, end) weigh 0.
@@ -277,7 +289,8 @@ struct Unit {
 
 // Calls work(scratch, i) for each i < num_items on up to num_threads threads, which take items as they get free.
 template <typename MakeScratch, typename Work>
-Status run_team(ParallelRegion parallel_region, int64_t num_threads, size_t num_items, MakeScratch make_scratch, Work work) {
+Status run_team(ParallelRegion parallel_region, int64_t num_threads, size_t num_items, MakeScratch make_scratch,
+                Work work) {
     std::atomic<size_t> next{0};
     std::atomic<bool> failed{false};
     auto member = [&] {
@@ -292,7 +305,8 @@ Status run_team(ParallelRegion parallel_region, int64_t num_threads, size_t num_
     if (num_threads < 2) {
         member();
     } else if (parallel_region) {
-        parallel_region([](void* data) { (*static_cast<decltype(member)*>(data))(); }, &member, unsigned(num_threads), 0);
+        const auto body = [](void* data) { (*static_cast<decltype(member)*>(data))(); };
+        parallel_region(body, &member, unsigned(num_threads), 0);
     } else {
         std::vector<std::thread> others;
         try {
@@ -311,7 +325,9 @@ struct Attention {
     const int64_t queries_per_unit = std::max<int64_t>(1, kQueryRows / group);
     std::vector<Unit> units;  // in the order of work: the longest first
     std::vector<Unit> split;  // units that were cut; their partials lie one tile after the other
+    int64_t num_threads = 1;
     std::unique_ptr<float[]> partials;
+    int64_t partials_size = 0;
 
     int64_t query_len(int64_t row) const { return a.query_start_loc[row + 1] - a.query_start_loc[row]; }
     int64_t position(int64_t row, int64_t query) const { return a.seq_lens[row] - query_len(row) + query; }
@@ -352,18 +368,20 @@ struct Attention {
                         {row, query, num_queries, head, num_heads, first_tile, end_tile - first_tile, nullptr});
                 }
         }
-        if (a.num_threads > 1 && !units.empty() && int64_t(units.size()) < 4 * a.num_threads) split_units();
+        int64_t num_products = 0;
+        for (const Unit& unit : units) num_products += unit.cost() * group * kTile * a.head_dim * 2;
+        num_threads = std::min(a.num_threads, 1 + num_products / kProductsPerThread);
+        if (num_threads > 1 && int64_t(units.size()) < 4 * num_threads) split_units();
         std::sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost() > y.cost(); });
     }
 
     // Few rows leave threads without work, so units of one token are cut along the sequence, then between heads.
     void split_units() {
-        const int64_t wanted = ceil_div(4 * a.num_threads, int64_t(units.size()));
+        const int64_t wanted = ceil_div(4 * num_threads, int64_t(units.size()));
         std::vector<Unit> whole;
         std::swap(whole, units);
-        int64_t size = 0;
-        for (const Unit& unit : whole) size += unit.num_queries > 1 ? 0 : unit.num_tiles * partial_size(unit);
-        partials.reset(new float[size]);
+        for (const Unit& unit : whole) partials_size += unit.num_queries > 1 ? 0 : unit.num_tiles * partial_size(unit);
+        partials.reset(new float[partials_size]);
         float* next = partials.get();
         for (const Unit& unit : whole) {
             if (unit.num_queries > 1) {
@@ -374,7 +392,7 @@ struct Attention {
             const int64_t heads_step = ceil_div(unit.num_heads, ceil_div(wanted, ceil_div(unit.num_tiles, tiles_step)));
             for (int64_t head = 0; head < unit.num_heads; head += heads_step) {
                 Unit of_heads = unit;
-                of_heads.first_head = head;
+                of_heads.first_head += head;
                 of_heads.num_heads = std::min(heads_step, unit.num_heads - head);
                 if (tiles_step < unit.num_tiles) {
                     of_heads.partials = next;
@@ -411,11 +429,13 @@ struct Scratch {
     const float* value_rows[kTile];
 };
 
-inline const float* row_as_float(const float* row, float*, int64_t) { return row; }
+// Gives a row of the cache in float32: where it lies, or copied to `copy`.
 template <typename T>
-inline const float* row_as_float(const T* row, float* converted, int64_t head_dim) {
-    convert(row, converted, head_dim);
-    return converted;
+inline const float* row_as_float(const T* row, bool in_place, float* copy, int64_t head_dim) {
+    if constexpr (std::is_same_v<T, float>)
+        if (in_place) return row;
+    convert(row, copy, head_dim);
+    return copy;
 }
 
 // Finds the slots of a tile; gives how many keys there are, and fills up to a multiple of 4.
@@ -434,23 +454,36 @@ int find_slots(const Attention& attention, const Unit& unit, int64_t tile, Scrat
     return num_keys;
 }
 
+// Asks for all heads of a tile in the order of memory; the loops over one head jump from token to token.
+template <typename T>
+void prefetch_tile(const ForwardArgs& a, const Scratch& s, int num_keys) {
+    const int64_t token_bytes = a.num_kv_heads * a.head_dim * int64_t(sizeof(T));
+    for (const void* cache : {a.key_cache, a.value_cache})
+        for (int i = 0; i < num_keys; ++i)
+            for (int64_t offset = 0; offset < token_bytes; offset += 64)
+                __builtin_prefetch(static_cast<const char*>(cache) + s.slots[i] * token_bytes + offset, 0, 2);
+}
+
 // Leaves scores, maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on.
 template <typename T>
 void attend_to_tile(const Attention& attention, const Unit& unit, int64_t tile, int num_keys, int64_t kv_head,
                     int64_t first_row, Scratch& s) {
     const ForwardArgs& a = attention.a;
+    // Rows that lie far apart fall into few sets of the first-level cache; a copy that is read often pays.
+    const int64_t token_size = a.num_kv_heads * a.head_dim;
+    const bool in_place = unit.num_queries == 1 || token_size < 512;
     for (int i = 0; i < (num_keys + 3) / 4 * 4; ++i) {
-        const int64_t offset = (s.slots[i] * a.num_kv_heads + kv_head) * a.head_dim, to = i * a.head_dim;
-        s.key_rows[i] = row_as_float(static_cast<const T*>(a.key_cache) + offset, s.keys + to, a.head_dim);
-        s.value_rows[i] = row_as_float(static_cast<const T*>(a.value_cache) + offset, s.values + to, a.head_dim);
+        const int64_t offset = s.slots[i] * token_size + kv_head * a.head_dim, to = i * a.head_dim;
+        const T* key = static_cast<const T*>(a.key_cache) + offset;
+        const T* value = static_cast<const T*>(a.value_cache) + offset;
+        s.key_rows[i] = row_as_float(key, in_place, s.keys + to, a.head_dim);
+        s.value_rows[i] = row_as_float(value, in_place, s.values + to, a.head_dim);
     }
     const int64_t num_rows = unit.num_queries * attention.group;
     float* const query = s.query + first_row * a.head_dim;
     float* const output = s.tile_output + first_row * a.head_dim;
     float* const scores = s.scores + first_row * kTile;
-    in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
-        score_rows<rows_at_once>(query + row * a.head_dim, s.key_rows, num_keys, a.head_dim, scores + row * kTile);
-    });
+    score_tile(query, num_rows, s.key_rows, num_keys, a.head_dim, scores);
     for (int64_t row = 0; row < num_rows; ++row) {
         const int64_t position = attention.position(unit.row, unit.first_query + row / attention.group);
         const int64_t begin = attention.first_visible(position) - tile * kTile, end = position + 1 - tile * kTile;
@@ -458,9 +491,7 @@ void attend_to_tile(const Attention& attention, const Unit& unit, int64_t tile, 
                         int(std::clamp<int64_t>(end, 0, kTile)), a.softcap, s.tile_max + first_row + row,
                         s.tile_sum + first_row + row);
     }
-    in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
-        weigh_rows<rows_at_once>(scores + row * kTile, s.value_rows, num_keys, a.head_dim, output + row * a.head_dim);
-    });
+    weigh_tile(scores, num_rows, s.value_rows, num_keys, a.head_dim, output);
 }
 
 // Where a row of the scratch belongs in the query and the output.
@@ -479,7 +510,8 @@ void load_query(const Attention& attention, const Unit& unit, Scratch& s) {
     const ForwardArgs& a = attention.a;
     for (int64_t row = 0; row < attention.num_rows(unit); ++row) {
         const TokenAndHead at(attention, unit, row);
-        const T* from = static_cast<const T*>(a.query) + at.token * a.query_token_stride + at.head * a.query_head_stride;
+        const int64_t offset = at.token * a.query_token_stride + at.head * a.query_head_stride;
+        const T* from = static_cast<const T*>(a.query) + offset;
         for (int64_t d = 0; d < a.head_dim; ++d) s.query[row * a.head_dim + d] = to_float(from[d]) * a.scale;
     }
 }
@@ -514,6 +546,7 @@ void attend(const Attention& attention, const Unit& unit, Scratch& s) {
     for (int64_t i = 0; i < unit.num_tiles; ++i) {
         const int64_t tile = unit.first_tile + i;
         const int num_keys = find_slots(attention, unit, tile, s);
+        if (unit.num_heads > 1) prefetch_tile<T>(attention.a, s, num_keys);
         for (int64_t head = 0; head < unit.num_heads; ++head)
             attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, s);
         if (unit.partials) {
@@ -547,12 +580,13 @@ Status forward(const ForwardArgs& args) {
     attention.plan();
     const int64_t max_rows = std::max(attention.queries_per_unit * attention.group, args.num_heads);
     const auto make_scratch = [&] { return Scratch{max_rows, args.head_dim}; };
-    const auto on_team = [&](const std::vector<Unit>& units, auto work) {
-        return run_team(args.parallel_region, args.num_threads, units.size(), make_scratch,
-                        [&](Scratch& scratch, size_t i) { work(attention, units[i], scratch); });
-    };
-    const Status attended = on_team(attention.units, attend<T>);
-    return attended == kOk ? on_team(attention.split, merge_partials<T>) : attended;
+    const Status attended =
+        run_team(args.parallel_region, attention.num_threads, attention.units.size(), make_scratch,
+                 [&](Scratch& scratch, size_t i) { attend<T>(attention, attention.units[i], scratch); });
+    if (attended != kOk || attention.split.empty()) return attended;
+    const int64_t mergers = std::min(attention.num_threads, 1 + attention.partials_size / kProductsPerThread);
+    return run_team(args.parallel_region, mergers, attention.split.size(), make_scratch,
+                    [&](Scratch& scratch, size_t i) { merge_partials<T>(attention, attention.split[i], scratch); });
 }
 
 }  // namespace
