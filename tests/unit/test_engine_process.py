@@ -9,7 +9,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -75,12 +75,19 @@ async def eventually(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def sockets() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("runnerd-*")}
+@pytest.fixture(autouse=True)
+def temporary() -> Iterator[Path]:
+    """A directory for the sockets of this test alone. Short, as the names of sockets must be."""
+    with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+def sockets() -> list[str]:
+    return os.listdir(tempfile.gettempdir())
 
 
 async def test_requests_stream_and_the_engine_is_clean_afterwards() -> None:
-    before = sockets()
     progress: list[LoadProgress] = []
     client = EngineClient(sim(script="once upon a time"))
     ready = await client.start(progress.append)
@@ -98,11 +105,11 @@ async def test_requests_stream_and_the_engine_is_clean_afterwards() -> None:
         )
         assert client.load.generation_tokens == 12 * 17
         assert (await client.call("reset_prefix_cache")).endswith("blocks forgotten")
-        [directory] = sockets() - before
+        [directory] = sockets()
         assert (Path(tempfile.gettempdir()) / directory).stat().st_mode & 0o777 == 0o700
     finally:
         await client.close()
-    assert sockets() == before
+    assert sockets() == []
     assert not psutil.pid_exists(client.pid)
 
 
@@ -182,6 +189,20 @@ async def test_a_killed_engine_is_reported_once_and_fails_its_requests() -> None
             await client.call("check_integrity")
 
 
+async def test_requests_sent_to_an_engine_that_has_just_died_fail_like_the_others() -> None:
+    async with started(sim()) as client:
+        os.kill(client.pid, signal.SIGKILL)
+        psutil.Process(client.pid).wait(SECONDS)
+        time.sleep(0.2)  # noqa: ASYNC251  the event loop must not learn of the death before the requests are sent
+        sinks = [Sink() for _ in range(3)]
+        for uid, sink in enumerate(sinks):
+            client.add(request(uid), sink)
+        client.abort([2])
+        for sink in sinks[:2]:
+            assert (await sink.finished()).finish == "failed"
+        assert sinks[2].outputs == []
+
+
 async def test_a_crash_is_reported_with_its_exit_code() -> None:
     failures: list[EngineError] = []
     async with started(sim(crash_at_step="3"), failures) as client:
@@ -223,10 +244,9 @@ async def test_a_pending_call_fails_with_the_engine() -> None:
     ],
 )
 async def test_a_wrong_configuration_is_a_configuration_error(config: EngineConfig, words: str) -> None:
-    before = sockets()
     with pytest.raises(ConfigurationError, match=words):
         await EngineClient(config).start(lambda progress: None)
-    assert sockets() == before
+    assert sockets() == []
 
 
 @pytest.mark.parametrize(
@@ -250,8 +270,29 @@ async def test_a_process_that_dies_while_it_loads_is_a_failed_start() -> None:
         await client.start(lambda progress: os.kill(client.pid, signal.SIGKILL))
 
 
+async def test_a_socket_path_that_is_too_long_is_a_failed_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    deep = tmp_path / ("d" * 120)
+    deep.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(deep))
+    with pytest.raises(EngineStartFailed, match="set TMPDIR to a short path"):
+        await EngineClient(sim()).start(lambda progress: None)
+    assert sockets() == []
+
+
+async def test_requests_before_the_start_and_after_the_end_are_refused() -> None:
+    client = EngineClient(sim())
+    await client.close()
+    with pytest.raises(EngineFailed, match="not started"):
+        client.add(request(1), Sink())
+    async with started(sim()) as client:
+        pass
+    with pytest.raises(EngineFailed, match="closed"):
+        client.add(request(1), Sink())
+
+
 async def test_a_cancelled_start_leaves_no_process() -> None:
-    before = sockets()
     client = EngineClient(sim(load_seconds="60"))
     loading = asyncio.Event()
     start = asyncio.ensure_future(client.start(lambda progress: loading.set()))
@@ -261,7 +302,7 @@ async def test_a_cancelled_start_leaves_no_process() -> None:
     with pytest.raises(asyncio.CancelledError):
         await start
     assert not psutil.pid_exists(client.pid)
-    assert sockets() == before
+    assert sockets() == []
 
 
 async def test_close_fails_live_requests_and_ends_a_stalled_engine() -> None:

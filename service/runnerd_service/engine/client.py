@@ -9,16 +9,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import shutil
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Literal
 
-import msgspec
-import zmq
-
 from runnerd_service.config import EngineConfig
+from runnerd_service.engine.channel import FrontChannel
 from runnerd_service.engine.child import EngineChild, describe_exit
 from runnerd_service.engine.launch import Launch
 from runnerd_service.engine.messages import (
@@ -34,7 +30,6 @@ from runnerd_service.engine.messages import (
     RequestOutput,
     Shutdown,
     StepOutputs,
-    ToEngine,
 )
 from runnerd_service.engine.setup import resolve
 from runnerd_service.errors import ConfigurationError, EngineFailed, EngineStartFailed
@@ -44,9 +39,20 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[RequestOutput], None]
 
-_MESSAGES_AT_ONCE = 32
 _LAST_WORDS_SECONDS = 0.5
 _TERMINATE_SECONDS = 2.0
+
+
+@dataclass(slots=True)
+class _Connection:
+    """What there is between start and close."""
+
+    loop: asyncio.AbstractEventLoop
+    channel: FrontChannel
+    child: EngineChild
+    ready: asyncio.Future[EngineReady]
+    exited: asyncio.Future[int]
+    last_words: asyncio.Task[None] | None = None
 
 
 class EngineClient:
@@ -63,49 +69,38 @@ class EngineClient:
         """The latest counters."""
         self.failure: EngineError | None = None
         """Why the engine is gone; None while it is there."""
+        self.pid: int | None = None
+        """Process id of the engine process; None before the start."""
         self._config = config
         self._on_failure = on_failure
         self._on_progress: Callable[[LoadProgress], None] = lambda progress: None
         self._sinks: dict[int, Sink] = {}
         self._calls: dict[int, asyncio.Future[str]] = {}
         self._call_ids = itertools.count()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._connection: _Connection | None = None
         self._closing = False
-        self._drain_scheduled = False
-        self._child: EngineChild | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._last_words: asyncio.Task[None] | None = None
 
     async def start(self, on_progress: Callable[[LoadProgress], None]) -> EngineReady:
-        """Start the engine process and wait until it serves.
+        """Start the engine process and wait until it serves. Cancelled or failed, it leaves nothing behind.
 
         Args:
             on_progress: Called for each report of the start-up.
 
         Raises:
             ConfigurationError: The configuration cannot be served.
-            EngineStartFailed: The runner or the model cannot be used, or the process died; nothing is left behind.
+            EngineStartFailed: The runner or the model cannot be used, or the process died.
         """
         try:
             resolve(self._config, load_runner(self._config.runner))
-        except RunnerError as error:
+            self._on_progress = on_progress
+            connection = self._connect(asyncio.get_running_loop())
+        except (RunnerError, OSError) as error:
             raise EngineStartFailed(type(error).__name__, str(error)) from error
-        self._loop = asyncio.get_running_loop()
-        self._on_progress = on_progress
-        self._ready: asyncio.Future[EngineReady] = self._loop.create_future()
-        self._exited: asyncio.Future[int] = self._loop.create_future()
-        self._open()
         try:
-            return await self._ready
+            return await connection.ready
         except BaseException:
-            self._close_at_once()
+            self._close_at_once(connection)
             raise
-
-    @property
-    def pid(self) -> int:
-        """Process id of the engine process."""
-        return self._require_child().pid
 
     def add(self, request: AddRequest, sink: Sink) -> None:
         """Send a request.
@@ -119,17 +114,18 @@ class EngineClient:
             EngineFailed: The engine is gone.
             ValueError: A live request has this uid.
         """
-        self._check_alive()
+        self._check_failure()
+        channel = self._require_connection().channel
         if request.uid in self._sinks:
             raise ValueError(f"uid {request.uid} names a live request; draw a new one")
         self._sinks[request.uid] = sink
-        self._send(request)
+        channel.send(request)
 
     def abort(self, uids: Iterable[int]) -> None:
         """Forget requests; their sinks are not called any more. Those that have ended already are passed over."""
         live = tuple(uid for uid in uids if self._sinks.pop(uid, None) is not None)
-        if live and self.failure is None and not self._closing:
-            self._send(AbortRequests(live))
+        if live and self.failure is None and self._connection is not None and not self._closing:
+            self._connection.channel.send(AbortRequests(live))
 
     async def call(self, method: Literal["reset_prefix_cache", "check_integrity"]) -> str:
         """Run a utility method in the engine and give its answer.
@@ -137,88 +133,57 @@ class EngineClient:
         Raises:
             EngineFailed: The engine is gone, or the method failed.
         """
-        self._check_alive()
+        self._check_failure()
+        connection = self._require_connection()
         call_id = next(self._call_ids)
-        self._calls[call_id] = self._loop.create_future()
-        self._send(Call(call_id, method))
+        self._calls[call_id] = connection.loop.create_future()
+        connection.channel.send(Call(call_id, method))
         try:
             return await self._calls[call_id]
         finally:
             del self._calls[call_id]
 
-    async def close(self, timeout: float = 10.0) -> None:  # noqa: ASYNC109  the process is killed, not the wait cancelled
-        """End the engine process and remove the socket; live requests fail. Harmless when closed already.
+    async def close(self, timeout: float = 10.0) -> None:  # noqa: ASYNC109  ends the process, does not cancel the wait
+        """End the engine process and remove the socket; live requests fail. Harmless when closed or never started.
 
         Args:
             timeout: Seconds that the process has to end by itself before it is terminated, then killed.
         """
-        if self._socket is None:
+        connection = self._connection
+        if connection is None:
             return
-        child = self._require_child()
         self._closing = True
-        self._fail_requests("the engine is shutting down")
         try:
-            if child.is_alive:
-                self._send(Shutdown())
-            if not await self._has_exited(timeout):
+            self._fail_requests("the engine is shutting down")
+            connection.channel.send(Shutdown())
+            await asyncio.wait([connection.exited], timeout=timeout)
+            if not connection.exited.done():
                 logger.warning("the engine process did not end in %s seconds; it is terminated", timeout)
-                child.terminate()
-                await self._has_exited(_TERMINATE_SECONDS)
+                connection.child.terminate()
+                await asyncio.wait([connection.exited], timeout=_TERMINATE_SECONDS)
         finally:
-            self._close_at_once()
+            self._close_at_once(connection)
 
-    def _open(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="runnerd-"))  # mode 0700
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        address = f"ipc://{self._directory}/engine"
-        self._socket.bind(address)
-        self._loop.add_reader(self._socket.fileno(), self._drain)
-        level = logging.getLogger().getEffectiveLevel()
-        self._child = EngineChild(Launch(self._config, address, level), self._exit_from_thread)
+    def _connect(self, loop: asyncio.AbstractEventLoop) -> _Connection:
+        channel = FrontChannel(loop, self._handle)
+        try:
+            launch = Launch(self._config, channel.address, logging.getLogger().getEffectiveLevel())
+            child = EngineChild(launch, lambda code: self._exit_from_thread(loop, code))
+        except BaseException:
+            channel.close()
+            raise
+        self.pid = child.pid
+        self._connection = _Connection(loop, channel, child, loop.create_future(), loop.create_future())
+        return self._connection
 
-    def _close_at_once(self) -> None:
+    def _close_at_once(self, connection: _Connection) -> None:
         self._closing = True
-        if self._socket is None:
-            return
-        if self._last_words is not None:
-            self._last_words.cancel()
-        child = self._require_child()
-        child.kill()
-        child.close()
-        self._loop.remove_reader(self._socket.fileno())
-        self._socket.close(linger=0)
-        self._socket = None
-        self._context.term()
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    async def _has_exited(self, seconds: float) -> bool:
-        await asyncio.wait([self._exited], timeout=seconds)
-        return self._exited.done()
-
-    def _send(self, message: ToEngine) -> None:
-        assert self._socket is not None
-        self._socket.send(self._encoder.encode(message))
-        # The descriptor announces a change once only, and sending takes note of changes too.
-        self._schedule_drain()
-
-    def _schedule_drain(self) -> None:
-        if not self._drain_scheduled:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
-
-    def _drain(self) -> None:
-        self._drain_scheduled = False
-        for _ in range(_MESSAGES_AT_ONCE):
-            if self._socket is None:  # closed by a sink
-                return
-            try:
-                data = self._socket.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._handle(self._decoder.decode(data))
-        self._schedule_drain()
+        self._connection = None
+        if connection.last_words is not None:
+            connection.last_words.cancel()
+        connection.child.kill()
+        connection.child.close()
+        connection.channel.close()
 
     def _handle(self, message: FromEngine) -> None:
         match message:
@@ -231,8 +196,9 @@ class EngineClient:
             case LoadProgress():
                 self._on_progress(message)
             case EngineReady():
-                if not self._ready.done():
-                    self._ready.set_result(message)
+                ready = self._require_connection().ready
+                if not ready.done():  # it was cancelled
+                    ready.set_result(message)
             case EngineError():
                 self._fail(message)
 
@@ -255,25 +221,28 @@ class EngineClient:
         else:
             call.set_exception(EngineFailed(reply.message))
 
-    def _exit_from_thread(self, code: int) -> None:
+    def _exit_from_thread(self, loop: asyncio.AbstractEventLoop, code: int) -> None:
         try:
-            self._loop.call_soon_threadsafe(self._exit, code)
+            loop.call_soon_threadsafe(self._exit, code)
         except RuntimeError:
             logger.debug("the event loop was closed before the engine process ended")
 
     def _exit(self, code: int) -> None:
-        self._exited.set_result(code)
+        connection = self._connection
+        if connection is None:
+            return
+        connection.exited.set_result(code)
         if not self._closing:
             # Its last messages may still be on their way through the socket.
-            self._last_words = self._loop.create_task(self._hear_last_words(code))
+            connection.last_words = connection.loop.create_task(self._hear_last_words(connection, code))
 
-    async def _hear_last_words(self, code: int) -> None:
-        deadline = self._loop.time() + _LAST_WORDS_SECONDS
-        while self.failure is None and not self._closing and self._loop.time() < deadline:
-            self._drain()
+    async def _hear_last_words(self, connection: _Connection, code: int) -> None:
+        deadline = connection.loop.time() + _LAST_WORDS_SECONDS
+        while self.failure is None and not self._closing and connection.loop.time() < deadline:
+            connection.channel.drain()
             await asyncio.sleep(0.01)
-        stage: Literal["start", "step"] = "step" if self._ready.done() else "start"
-        tail = self._require_child().tail()
+        stage: Literal["start", "step"] = "step" if connection.ready.done() else "start"
+        tail = connection.child.tail()
         message = f"the engine process {describe_exit(code)}"
         self._fail(EngineError(stage, "EngineProcessDied", f"{message}; its last lines:\n{tail}" if tail else message))
 
@@ -281,14 +250,15 @@ class EngineClient:
         if self.failure is not None or self._closing:
             return
         self.failure = error
-        if not self._ready.done():
-            failed = error.kind == ConfigurationError.__name__
-            self._ready.set_exception(
-                ConfigurationError(error.message) if failed else EngineStartFailed(error.kind, error.message)
-            )
+        ready = self._require_connection().ready
+        if not ready.done():
+            if error.kind == ConfigurationError.__name__:
+                ready.set_exception(ConfigurationError(error.message))
+            else:
+                ready.set_exception(EngineStartFailed(error.kind, error.message))
             return
         self._on_failure(error)
-        self._fail_requests(f"the engine failed: {error.message.splitlines()[0]}")
+        self._fail_requests(self._failure_text(error))
 
     def _fail_requests(self, error: str) -> None:
         for call in self._calls.values():
@@ -297,13 +267,16 @@ class EngineClient:
         for uid in tuple(self._sinks):
             self._deliver(RequestOutput(uid, finish="failed", error=error))
 
-    def _check_alive(self) -> None:
-        if self.failure is not None:
-            raise EngineFailed(f"the engine failed: {self.failure.message.splitlines()[0]}")
-        if self._closing or self._socket is None:
+    def _require_connection(self) -> _Connection:
+        if self._connection is None or self._closing:
             raise EngineFailed("the engine is not started, or closed")
+        return self._connection
 
-    def _require_child(self) -> EngineChild:
-        if self._child is None:
-            raise EngineFailed("the engine is not started")
-        return self._child
+    def _check_failure(self) -> None:
+        if self.failure is not None:
+            raise EngineFailed(self._failure_text(self.failure))
+
+    @staticmethod
+    def _failure_text(error: EngineError) -> str:
+        # Without the process's last lines, which are for the operator.
+        return f"the engine failed: {error.message.splitlines()[0].removesuffix('; its last lines:')}"
