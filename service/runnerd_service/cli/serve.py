@@ -118,7 +118,7 @@ def with_demo_model(config: ServerConfig) -> ServerConfig:
 def ready_line(ready: Ready) -> str:
     """Give the line that says that generations are served, and where."""
     mode = f"{ready.max_in_flight} steps in flight" if ready.max_in_flight > 1 else "synchronous"
-    runner = ready.device if ready.device.startswith(ready.runner) else f"{ready.runner}, {ready.device}"
+    runner = ready.device if ready.device.split()[:1] == [ready.runner] else f"{ready.runner}, {ready.device}"
     return (
         f"runnerd {version('runnerd')} serving {ready.model_name} on {' and '.join(ready.addresses)} ({runner}, {mode})"
     )

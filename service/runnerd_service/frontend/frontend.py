@@ -49,6 +49,8 @@ Progress = Callable[[str, int, int], None]
 """``progress(stage, done, total)``."""
 
 _LOADING_RETRY_SECONDS = 2.0
+_DRAINING_RETRY_SECONDS = 1.0
+"""By then a balancer has seen the health status, or a successor listens."""
 _OVERLOAD_RETRY_SECONDS = 1.0
 _SHUTTING_DOWN = "the server is shutting down"
 
@@ -230,7 +232,7 @@ class Frontend:
         if self._model is None:
             raise NotReady("the model is loading", retry_after_seconds=_LOADING_RETRY_SECONDS)
         if accepts_work and self.state == "draining":
-            raise NotReady(_SHUTTING_DOWN)
+            raise NotReady(_SHUTTING_DOWN, retry_after_seconds=_DRAINING_RETRY_SECONDS)
         return self._model
 
     def _register(self, generation: Generation) -> _LiveRequest:
