@@ -9,27 +9,24 @@ module knows no gRPC and no torch.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.client import EngineClient
 from runnerd_service.engine.messages import EngineError, EngineReady, Load, LoadProgress, RequestOutput
 from runnerd_service.errors import (
-    DuplicateRequest,
     EngineFailed,
     NotReady,
-    Overloaded,
     RequestAborted,
     RowFailed,
     RunnerdError,
 )
+from runnerd_service.frontend.live import LiveRequest, LiveRequests
 from runnerd_service.frontend.loading import LoadedModel, load_model
-from runnerd_service.frontend.preparation import PreparedRequest, is_long
+from runnerd_service.frontend.preparation import PreparedRequest, effort_of
 from runnerd_service.frontend.states import StateBoard
 from runnerd_service.frontend.stream import RequestStream
 from runnerd_service.frontend.types import (
@@ -51,20 +48,7 @@ Progress = Callable[[str, int, int], None]
 _LOADING_RETRY_SECONDS = 2.0
 _DRAINING_RETRY_SECONDS = 1.0
 """By then a balancer has seen the health status, or a successor listens."""
-_OVERLOAD_RETRY_SECONDS = 1.0
 _SHUTTING_DOWN = "the server is shutting down"
-
-
-@dataclass(slots=True, eq=False)
-class _LiveRequest:
-    """A request that has begun and whose reader has not left."""
-
-    request_id: str
-    uids: list[int] = field(default_factory=list)
-    """Its engine requests, by output index; empty until submitted."""
-    stream: RequestStream | None = None
-    error: RunnerdError | None = None
-    """Why it ends before it was submitted."""
 
 
 class Frontend:
@@ -79,14 +63,9 @@ class Frontend:
         self._engine = EngineClient(config.engine, self._on_engine_failure)
         self._states = StateBoard("loading")
         self._model: LoadedModel | None = None
-        self._live: dict[str, _LiveRequest] = {}
-        self._open_uids: set[int] = set()
-        """Engine requests whose end is not known yet."""
-        self._silent_uids: set[int] = set()
-        """Those of them that gave nothing yet."""
-        self._uids = itertools.count(1)
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._live = LiveRequests(config.engine.max_num_seqs, config.max_waiting)
+        # Few, so that slow templates of clients hold up each other and nobody else.
+        self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         self.last_error = ""
         """The engine's last error; empty if there was none."""
 
@@ -150,10 +129,11 @@ class Frontend:
         """
         arrival = asyncio.get_running_loop().time()
         model = self._require_model(accepts_work=True)
-        live = self._register(generation)
+        self._live.check_room(1, self._engine.load.num_waiting)  # before any work is done for it
+        live = self._live.begin(generation.request_id)
         timer: asyncio.TimerHandle | None = None
         try:
-            request = await _in_thread_if(is_long(generation.prompt), lambda: model.preparer.prepare(generation))
+            request = await self._run(generation.prompt, lambda: model.preparer.prepare(generation))
             stream = self._submit(model, live, request)
             if request.time_limit_seconds is not None:
                 loop = asyncio.get_running_loop()
@@ -164,11 +144,12 @@ class Frontend:
         finally:
             if timer is not None:
                 timer.cancel()
-            self._release(live)
+            self._forget(live.uids)
+            self._live.end(live)
 
     def abort(self, request_id: str) -> bool:
         """End a live request: its reader gets RequestAborted. Give whether there was something to end."""
-        live = self._live.get(request_id)
+        live = self._live.find(request_id)
         return live is not None and self._fail(live, RequestAborted(f"request {request_id!r} was aborted"))
 
     async def tokenize(self, prompt: str | ChatPrompt, add_special_tokens: bool | None = None) -> Tokenized:
@@ -180,7 +161,7 @@ class Frontend:
         """
         preparer = self._require_model(accepts_work=False).preparer
         add = add_special_tokens is not False
-        return await _in_thread_if(is_long(prompt), lambda: preparer.tokenize(prompt, add_special_tokens=add))
+        return await self._run(prompt, lambda: preparer.tokenize(prompt, add_special_tokens=add))
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool | None = None) -> str:
         """Give the text of token ids; invalid UTF-8 shows as U+FFFD.
@@ -210,7 +191,7 @@ class Frontend:
             self._states.set("draining")
         try:
             async with asyncio.timeout(timeout):
-                await self._idle.wait()
+                await self._live.wait_until_none()
         except TimeoutError:
             logger.warning("%d requests did not end in %g seconds; they are ended", len(self._live), timeout)
             self._fail_all(NotReady(_SHUTTING_DOWN))
@@ -223,6 +204,7 @@ class Frontend:
             self._states.set("draining")
         self._fail_all(NotReady(_SHUTTING_DOWN))
         await self._engine.close()
+        self._template_threads.shutdown(wait=False, cancel_futures=True)
         self._states.close()
 
     def _require_model(self, *, accepts_work: bool) -> LoadedModel:
@@ -235,38 +217,33 @@ class Frontend:
             raise NotReady(_SHUTTING_DOWN, retry_after_seconds=_DRAINING_RETRY_SECONDS)
         return self._model
 
-    def _register(self, generation: Generation) -> _LiveRequest:
-        request_id = uuid.uuid4().hex if generation.request_id is None else generation.request_id
-        if request_id in self._live:
-            raise DuplicateRequest(f"a live request has the id {request_id!r}; use another or wait for its end")
-        self._check_capacity(generation.n or 1)
-        live = _LiveRequest(request_id)
-        self._live[request_id] = live
-        self._idle.clear()
-        return live
+    async def _run(self, prompt: str | Sequence[int] | ChatPrompt, work: Callable[[], _Result]) -> _Result:
+        """Do the work on ``prompt`` where it holds up nobody: the tokenizer leaves the interpreter to other threads."""
+        effort = effort_of(prompt)
+        if effort == "small":
+            return work()
+        threads = self._template_threads if effort == "foreign" else None
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
-    def _submit(self, model: LoadedModel, live: _LiveRequest, request: PreparedRequest) -> RequestStream:
+    def _submit(self, model: LoadedModel, live: LiveRequest, request: PreparedRequest) -> RequestStream:
         """Give the request to the engine. Nothing in here waits, so no cancel can fall between its parts."""
         if live.error is not None:
             raise live.error
         self._require_model(accepts_work=True)  # it may have changed while a long prompt was prepared
-        self._check_capacity(request.n)
+        self._live.check_room(request.n, self._engine.load.num_waiting)
         stream = RequestStream(request, model.tokenizer, lambda index: self._forget((live.uids[index],)))
         live.stream = stream
         for index in range(request.n):
-            uid = next(self._uids)
+            uid = self._live.open_output(live)
             self._engine.add(request.add_request(uid, index), self._sink(live, stream, index))
-            live.uids.append(uid)
-            self._open_uids.add(uid)
-            self._silent_uids.add(uid)
         logger.debug("request %s: %d prompt tokens", live.request_id, len(request.prompt_token_ids))
         return stream
 
-    def _sink(self, live: _LiveRequest, stream: RequestStream, index: int) -> Callable[[RequestOutput], None]:
+    def _sink(self, live: LiveRequest, stream: RequestStream, index: int) -> Callable[[RequestOutput], None]:
         def sink(output: RequestOutput) -> None:
-            self._silent_uids.discard(output.uid)
+            self._live.heard(output.uid)
             if output.finish is not None:
-                self._open_uids.discard(output.uid)
+                self._live.close_outputs((output.uid,))
             if output.finish == "failed":
                 # The engine's own failure fails every request; a row's failure this one alone.
                 kind = RowFailed if self._engine.failure is None else EngineFailed
@@ -276,48 +253,21 @@ class Frontend:
 
         return sink
 
-    def _release(self, live: _LiveRequest) -> None:
-        self._forget(live.uids)
-        del self._live[live.request_id]
-        if not self._live:
-            self._idle.set()
-
-    def _fail(self, live: _LiveRequest, error: RunnerdError) -> bool:
-        if live.stream is None:
-            first, live.error = live.error is None, live.error or error
-            return first
-        failed = live.stream.fail(error)
+    def _fail(self, live: LiveRequest, error: RunnerdError) -> bool:
+        failed = live.fail(error)
         if failed:
             self._forget(live.uids)
         return failed
 
-    def _forget(self, uids: Sequence[int]) -> None:
-        self._open_uids.difference_update(uids)
-        self._silent_uids.difference_update(uids)
-        self._engine.abort(uids)
-
     def _fail_all(self, error: RunnerdError) -> None:
-        for live in tuple(self._live.values()):
+        for live in self._live:
             self._fail(live, error)
 
-    def _check_capacity(self, num_new: int) -> None:
-        limit, num_open = self._config.max_waiting, len(self._open_uids)
-        beyond_slots = num_open + num_new - self._config.engine.max_num_seqs
-        # When memory is short, some wait though slots are free. The engine's count is as old as its last step.
-        num_waiting = min(self._engine.load.num_waiting, len(self._silent_uids))
-        if beyond_slots > limit or (num_waiting and num_waiting + num_new > limit):
-            raise Overloaded(
-                f"{num_open} outputs run or wait; with {num_new} more, more than {limit} would wait; try again later",
-                subject="max_waiting",
-                retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
-            )
+    def _forget(self, uids: Sequence[int]) -> None:
+        self._live.close_outputs(uids)
+        self._engine.abort(uids)
 
     def _on_engine_failure(self, error: EngineError) -> None:
         logger.error("the engine failed: %s: %s", error.kind, error.message)
         self.last_error = f"{error.kind}: {error.message}"
         self._states.set("failed")
-
-
-async def _in_thread_if(long: bool, work: Callable[[], _Result]) -> _Result:
-    """Run short work here and now, long work in a thread: the tokenizer leaves the interpreter to others meanwhile."""
-    return await asyncio.to_thread(work) if long else work()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
@@ -25,7 +26,7 @@ from runnerd_service.frontend.validation import (
     check_token_ids,
 )
 
-_LONG_CHARACTERS = 20_000
+_LONG_CHARACTERS = 4_000
 _MASK = 2**64 - 1
 
 
@@ -86,12 +87,18 @@ def output_seed(seed: int, index: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-def is_long(prompt: str | Sequence[int] | ChatPrompt) -> bool:
-    """Whether making tokens of ``prompt`` takes so long that it should not be done on the event loop."""
+Effort = Literal["small", "large", "foreign"]
+"""``small``: a few milliseconds at most. ``large``: too much for the event loop. ``foreign``: a client's template."""
+
+
+def effort_of(prompt: str | Sequence[int] | ChatPrompt) -> Effort:
+    """Give what it takes to make tokens of ``prompt``."""
     if isinstance(prompt, ChatPrompt):
+        if prompt.chat_template is not None:
+            return "foreign"
         num_characters = sum(len(str(message.get("content"))) for message in prompt.messages)
-        return prompt.chat_template is not None or num_characters > _LONG_CHARACTERS
-    return isinstance(prompt, str) and len(prompt) > _LONG_CHARACTERS
+        return "large" if num_characters > _LONG_CHARACTERS else "small"
+    return "large" if isinstance(prompt, str) and len(prompt) > _LONG_CHARACTERS else "small"
 
 
 class Preparer:
