@@ -124,7 +124,7 @@ class LiveRequests:
         if beyond_places > self._max_waiting or (num_waiting and num_waiting + num_new > self._max_waiting):
             limit = self._max_waiting
             raise Overloaded(
-                f"{len(self._open)} outputs run or wait; with {num_new} more, more than {limit} would wait; try again later",
+                f"{len(self._open)} outputs run or wait; with {num_new} more, more than {limit} would wait; try later",
                 subject="max_waiting",
                 retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
             )
