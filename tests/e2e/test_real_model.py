@@ -32,10 +32,10 @@ NUM_TOKENS = 20
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A daemon on the embedded model, with a KV cache and a step so small that it chunks and preempts."""
-    # Four of the five requests fit the cache's blocks at once, and only while they are short.
+    # 18 blocks of 8 tokens: the longest request alone takes 17 of them, all five together 41.
     command = [sys.executable, "-m", "runnerd_service", "serve", "--port", "0", "--dtype", "float32"]
     command += ["--max-num-batched-tokens", "16", "--max-num-seqs", "8", "--block-size", "8"]
-    command += ["--max-model-len", "160", "--kv-cache-memory-bytes", str(18 * 8 * 30 * 2 * 3 * 64 * 4)]
+    command += ["--max-model-len", "144", "--kv-cache-memory-bytes", str(18 * 8 * 30 * 2 * 3 * 64 * 4)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stderr is not None

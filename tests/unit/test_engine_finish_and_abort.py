@@ -9,6 +9,7 @@ from runnerd_service.config import EngineConfig
 from runnerd_service.engine.engine import Engine, EngineLimits
 from runnerd_service.engine.messages import AddRequest, RequestOutput, Sampling
 from runnerd_service.engine.setup import resolve, start_engine
+from runnerd_service.errors import ConfigurationError
 from runnerd_spi import KVBudget, ModelInfo, ModelRunner, Progress, StepHandle, StepPlan, load_runner
 
 EOS = 256
@@ -279,3 +280,18 @@ def test_start_engine_sizes_the_cache_by_the_runners_budget() -> None:
         assert stages[-1] == "warming up"
     finally:
         started.runner.close()
+
+
+def test_a_cache_smaller_than_the_models_context_shortens_what_is_served() -> None:
+    plugin = load_runner("sim")
+    config = EngineConfig(runner="sim", runner_options={"num_blocks": "7"}, block_size=8)
+    started = start_engine(resolve(config, plugin), plugin, lambda *_: None)
+    started.runner.close()
+    assert started.ready.max_model_len == 7 * 8 + 1
+
+
+def test_a_length_asked_for_that_the_cache_cannot_hold_is_refused() -> None:
+    plugin = load_runner("sim")
+    config = EngineConfig(runner="sim", runner_options={"num_blocks": "7"}, block_size=8, max_model_len=58)
+    with pytest.raises(ConfigurationError, match="holds 57 tokens of one request, but --max-model-len is 58; lower it"):
+        start_engine(resolve(config, plugin), plugin, lambda *_: None)

@@ -5,10 +5,12 @@ Only what changes nothing but speed falls back, and then with a warning. All els
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from runnerd_service.config import EngineConfig
 from runnerd_service.engine.engine import Engine, EngineLimits
+from runnerd_service.engine.kv_cache import max_request_tokens
 from runnerd_service.engine.messages import EngineReady
 from runnerd_service.errors import ConfigurationError
 from runnerd_spi import (
@@ -22,6 +24,8 @@ from runnerd_spi import (
     Support,
     parse_options,
 )
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MAX_IN_FLIGHT = 2
 """One step runs while the next is prepared; more hides jitter only."""
@@ -116,6 +120,7 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
         progress("profiling", 0, 1)
         num_blocks = _num_blocks(runner.profile(), plugin)
         progress("profiling", 1, 1)
+        max_model_len = _max_model_len(config, info, num_blocks)
         runner.init_kv_cache(num_blocks)
         progress("warming up", 0, 1)
         runner.warm_up()
@@ -125,7 +130,7 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
         raise
     limits = EngineLimits(
         vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
+        max_model_len=max_model_len,
         num_blocks=num_blocks,
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
@@ -143,7 +148,7 @@ def _check_sizes(config: EngineConfig) -> None:
         "--max-num-seqs": config.max_num_seqs,
         "--max-num-batched-tokens": config.max_num_batched_tokens,
         "--max-model-len": config.max_model_len,
-        "--memory-bytes": config.memory_bytes,
+        "--kv-cache-memory-bytes": config.memory_bytes,
         "--max-in-flight": config.max_in_flight,
         "--pipeline-parallel-size": config.pipeline_parallel_size,
         "--tensor-parallel-size": config.tensor_parallel_size,
@@ -157,7 +162,7 @@ def _check_sizes(config: EngineConfig) -> None:
             "each running request needs one token per step; raise the former or lower the latter"
         )
     if not 0 < config.memory_fraction <= 1:
-        raise ConfigurationError(f"--memory-fraction is {config.memory_fraction}, expected above 0 and at most 1")
+        raise ConfigurationError(f"--memory-utilization is {config.memory_fraction}, expected above 0 and at most 1")
 
 
 def _check_unsupported(config: EngineConfig, plugin: RunnerPlugin) -> None:
@@ -245,9 +250,24 @@ def _num_blocks(budget: KVBudget, plugin: RunnerPlugin) -> int:
     if num_blocks < 1:
         raise ConfigurationError(
             f"runner {plugin.name!r} has {budget.available_bytes} bytes for the KV cache, but one block takes "
-            f"{budget.bytes_per_block}; raise --memory-fraction or --memory-bytes, or lower --max-num-batched-tokens"
+            f"{budget.bytes_per_block}; raise --memory-utilization or --kv-cache-memory-bytes, or lower --max-num-batched-tokens"
         )
     return num_blocks
+
+
+def _max_model_len(config: RunnerConfig, info: ModelInfo, num_blocks: int) -> int:
+    """Give the longest request that is served: what the model allows, if the KV cache holds it."""
+    most = max_request_tokens(num_blocks, config.block_size)
+    if info.max_model_len <= most:
+        return info.max_model_len
+    blocks = f"the KV cache of {num_blocks} blocks of {config.block_size} tokens holds {most} tokens of one request"
+    if config.max_model_len is not None:
+        raise ConfigurationError(
+            f"{blocks}, but --max-model-len is {config.max_model_len}; lower it, or raise --kv-cache-memory-bytes or "
+            "--memory-utilization"
+        )
+    logger.warning("%s: max_model_len is lowered to that from the model's %d", blocks, info.max_model_len)
+    return most
 
 
 def _ready(info: ModelInfo, limits: EngineLimits) -> EngineReady:
@@ -255,7 +275,7 @@ def _ready(info: ModelInfo, limits: EngineLimits) -> EngineReady:
         model_name=info.name,
         architecture=info.architecture,
         vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
+        max_model_len=limits.max_model_len,
         eos_token_ids=info.eos_token_ids,
         dtype=info.dtype,
         num_parameters=info.num_parameters,
