@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runnerd_torch.attention import AttentionMetadata, PagedAttention, build_attention
+from runnerd_torch.attention.native_attention import NativePagedAttention
 
 BLOCK_SIZE = 16
 MAX_SEQ_LEN = 700
@@ -129,3 +130,12 @@ def test_nan_of_one_row_and_of_stale_slots_stays_out_of_other_rows(attention: Pa
     assert torch.equal(after[0], before[0])
     assert torch.equal(after[2], before[2])
     assert after[1].isnan().all()
+
+
+def test_threads_of_the_kernel_give_the_same_bits_as_those_of_torch(attention: PagedAttention) -> None:
+    torch.set_num_threads(4)
+    sequences = Sequences(num_sequences=3, group=3, head_dim=64, dtype=torch.float32, seed=5)
+    rows = [(0, 0, 100), (1, 650, 651), (2, 300, 340)]
+    shared = sequences.forward(attention, rows, None, None)
+    own = sequences.forward(NativePagedAttention(share_threads=False), rows, None, None)
+    assert all(map(torch.equal, own, shared))

@@ -55,14 +55,17 @@ class NativePagedAttention:
     Caches on the CPU in float32, bfloat16 or float16 with a head dimension that is a multiple of 8 up to 256 take the
     native kernel; others are served by :class:`~runnerd_torch.attention.torch_attention.TorchPagedAttention`.
 
+    Args:
+        share_threads: Run on PyTorch's thread pool where it can be reached; else the kernel starts threads per call.
+
     Raises:
         CompileError: The kernel cannot be compiled.
         OSError: The cache folder cannot be written, or the library cannot be loaded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, share_threads: bool = True) -> None:
         self._library = ctypes.CDLL(str(library_of(SOURCE, os.environ)))
-        self._parallel_region = _parallel_region_of_torch()
+        self._parallel_region = _parallel_region_of_torch() if share_threads else None
         self._fallback = TorchPagedAttention()
 
     @property

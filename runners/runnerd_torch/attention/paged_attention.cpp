@@ -253,7 +253,8 @@ __attribute__((noinline)) void softmax_of_tile(float* scores, int num_keys, int 
             const Vec t = (1.0f - e) / (1.0f + e) * broadcast(softcap);
             s = x < 0 ? -t : t;
         }
-        s = (lane + i >= begin) & (lane + i < end) ? s : broadcast(kNegativeInfinity);
+        const IntVec visible = (lane + i >= begin) & (lane + i < end);
+        s = visible ? s : broadcast(kNegativeInfinity);
         maxima = s > maxima ? s : maxima;
         store(scores + i, s);
     }
