@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from runnerd.v1 import generation_pb2 as pb
 from runnerd_client import ChatMessage, GenerateOptions, chat
-from runnerd_client.requests import generate_request
+from runnerd_client.requests import generate_request, tokenize_request
 from runnerd_service.frontend.types import ChatPrompt, Generation
 from runnerd_service.rpc.convert import to_generation
 
@@ -81,6 +82,10 @@ def test_prompts_are_text_token_ids_or_a_conversation() -> None:
     prompt = to_generation(generate_request(chat({"role": "user", "content": "hi"}), {})).prompt
     assert isinstance(prompt, ChatPrompt)
     assert list(prompt.messages) == [{"role": "user", "content": "hi"}]
+    turns = [{"role": "user", "content": "hi"}, ChatMessage(role="assistant", content="ho")]
+    assert generate_request(turns, {}).chat == chat(*turns) == tokenize_request(turns, None).chat
+    assert to_generation(generate_request([], {})).prompt == ()
+    assert to_generation(generate_request(np.array([1, 2]), {})).prompt == (1, 2)
     assert chat(ChatMessage(role="user", content="hi")) == chat({"role": "user", "content": "hi"})
 
 

@@ -28,7 +28,7 @@ from runnerd_client.errors import (
     RunnerdError,
     UnavailableError,
 )
-from runnerd_client.requests import ChatTurn, GenerateOptions, Prompt, chat
+from runnerd_client.requests import ChatTurn, Conversation, GenerateOptions, Prompt, chat
 from runnerd_client.text import to_dict
 
 __all__ = [
@@ -40,6 +40,7 @@ __all__ = [
     "ChatPrompt",
     "ChatTurn",
     "Client",
+    "Conversation",
     "DeadlineError",
     "FieldViolation",
     "Finish",

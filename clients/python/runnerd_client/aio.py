@@ -9,10 +9,10 @@ from typing import Self, TypeVar, Unpack
 import grpc
 
 from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
-from runnerd.v1.generation_pb2 import ChatPrompt, GenerateRequest
+from runnerd.v1.generation_pb2 import GenerateRequest
 from runnerd_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
 from runnerd_client.errors import from_rpc_error
-from runnerd_client.requests import GenerateOptions, Prompt, generate_request, tokenize_request
+from runnerd_client.requests import Conversation, GenerateOptions, Prompt, generate_request, tokenize_request
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -105,7 +105,7 @@ class AsyncClient:
         return (await self._call(self._inference.Abort, request, timeout)).aborted
 
     async def tokenize(
-        self, prompt: str | ChatPrompt, *, add_special_tokens: bool | None = None, timeout: float | None = None
+        self, prompt: str | Conversation, *, add_special_tokens: bool | None = None, timeout: float | None = None
     ) -> inference_pb2.TokenizeResponse:
         """Give the token ids of a prompt, as ``generate`` would see them."""
         return await self._call(self._inference.Tokenize, tokenize_request(prompt, add_special_tokens), timeout)

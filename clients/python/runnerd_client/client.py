@@ -8,10 +8,9 @@ from typing import Protocol, Self, TypeVar, Unpack
 import grpc
 
 from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
-from runnerd.v1.generation_pb2 import ChatPrompt
 from runnerd_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
 from runnerd_client.errors import from_rpc_error
-from runnerd_client.requests import GenerateOptions, Prompt, generate_request, tokenize_request
+from runnerd_client.requests import Conversation, GenerateOptions, Prompt, generate_request, tokenize_request
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -110,7 +109,7 @@ class Client:
         return self._call(self._inference.Abort, request, timeout).aborted
 
     def tokenize(
-        self, prompt: str | ChatPrompt, *, add_special_tokens: bool | None = None, timeout: float | None = None
+        self, prompt: str | Conversation, *, add_special_tokens: bool | None = None, timeout: float | None = None
     ) -> inference_pb2.TokenizeResponse:
         """Give the token ids of a prompt, as ``generate`` would see them."""
         return self._call(self._inference.Tokenize, tokenize_request(prompt, add_special_tokens), timeout)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict, cast
 
 from google.protobuf.duration_pb2 import Duration
 
 from runnerd.v1 import generation_pb2 as pb
 from runnerd.v1 import inference_pb2
 
-Prompt = str | Sequence[int] | pb.ChatPrompt
-"""Text, token ids, or a conversation (see :func:`chat`)."""
+
+class ChatTurn(TypedDict):
+    """One message of a conversation; :class:`pb.ChatMessage` has the rarer fields."""
+
+    role: str
+    content: str
+    name: NotRequired[str]
+
+
+Conversation = Sequence[ChatTurn | pb.ChatMessage] | pb.ChatPrompt
+"""Messages, oldest first; :func:`chat` gives a ChatPrompt, which has further options."""
+Prompt = str | Sequence[int] | Conversation
+"""Text, token ids, or a conversation."""
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -65,14 +76,6 @@ _TRUNCATION = {
 _STREAM_MODE = {"delta": pb.STREAM_MODE_DELTA, "cumulative": pb.STREAM_MODE_CUMULATIVE}
 
 
-class ChatTurn(TypedDict):
-    """One message of a conversation; :class:`pb.ChatMessage` has the rarer fields."""
-
-    role: str
-    content: str
-    name: NotRequired[str]
-
-
 def chat(*messages: ChatTurn | pb.ChatMessage, add_generation_prompt: bool | None = None) -> pb.ChatPrompt:
     """Give a conversation as a prompt: ``chat({"role": "user", "content": "Hello"})``.
 
@@ -87,6 +90,15 @@ def chat(*messages: ChatTurn | pb.ChatMessage, add_generation_prompt: bool | Non
         messages=[message if isinstance(message, pb.ChatMessage) else _message(message) for message in messages],
         add_generation_prompt=add_generation_prompt,
     )
+
+
+def _conversation(prompt: Sequence[int] | Conversation) -> pb.ChatPrompt | None:
+    """Give the conversation that ``prompt`` is; None for token ids, of which an empty prompt has none."""
+    if isinstance(prompt, pb.ChatPrompt):
+        return prompt
+    if len(prompt) > 0 and isinstance(prompt[0], (Mapping, pb.ChatMessage)):
+        return chat(*cast(Sequence[ChatTurn | pb.ChatMessage], prompt))
+    return None
 
 
 def _message(turn: ChatTurn) -> pb.ChatMessage:
@@ -118,10 +130,10 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     )
     if isinstance(prompt, str):
         request.text = prompt
-    elif isinstance(prompt, pb.ChatPrompt):
-        request.chat.CopyFrom(prompt)
+    elif (conversation := _conversation(prompt)) is not None:
+        request.chat.CopyFrom(conversation)
     else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+        request.token_ids.CopyFrom(pb.TokenIds(ids=cast(Sequence[int], prompt)))
     return request
 
 
@@ -186,8 +198,9 @@ def _output(options: GenerateOptions) -> pb.OutputOptions:
     )
 
 
-def tokenize_request(prompt: str | pb.ChatPrompt, add_special_tokens: bool | None) -> inference_pb2.TokenizeRequest:
+def tokenize_request(prompt: str | Conversation, add_special_tokens: bool | None) -> inference_pb2.TokenizeRequest:
     """Give the request that tokenizes ``prompt``."""
     if isinstance(prompt, str):
         return inference_pb2.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
-    return inference_pb2.TokenizeRequest(chat=prompt, add_special_tokens=add_special_tokens)
+    conversation = prompt if isinstance(prompt, pb.ChatPrompt) else chat(*prompt)
+    return inference_pb2.TokenizeRequest(chat=conversation, add_special_tokens=add_special_tokens)
