@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from runnerd_spi import ModelInfo, ModelLoadError, Progress, RunnerConfig
 
@@ -23,10 +23,13 @@ import transformers
 from transformers.utils import logging as transformers_logging
 
 from runnerd_torch.devices.base import Device
+from runnerd_torch.fused import FusedModel, can_fuse
 from runnerd_torch.gguf_reading import quick_gguf_reading
 from runnerd_torch.limits import eos_token_ids, intermediate_size, model_length, refuse_architecture
 from runnerd_torch.memory import ModelShape
 from runnerd_torch.models import ATTENTION_NAME, PagedModel, TransformersModel, register_attention
+
+ModelImpl = Literal["auto", "transformers", "fused"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WHAT_IS_A_MODEL = "expected a directory with config.json and *.safetensors, or a .gguf file"
@@ -41,8 +44,14 @@ class LoadedModel:
     shape: ModelShape
 
 
-def load_model(config: RunnerConfig, device: Device, progress: Progress) -> LoadedModel:
+def load_model(config: RunnerConfig, device: Device, progress: Progress, model_impl: ModelImpl) -> LoadedModel:
     """Read the weights and put them on the device.
+
+    Args:
+        config: What the operator chose.
+        device: The chip.
+        progress: Told how far it is.
+        model_impl: Whose forward to run; "auto" takes the fused one where there is one.
 
     Raises:
         ModelLoadError: The model cannot be read or served; the message says why and what to do.
@@ -57,9 +66,11 @@ def load_model(config: RunnerConfig, device: Device, progress: Progress) -> Load
         dtype = _choose_dtype(config.dtype, None if path.is_file() else settings.dtype, device)
         network = _call(path, "weights", lambda: _read_weights(path, config, settings, dtype))
     network = network.to(device.torch_device).eval().requires_grad_(False)
-    paged = _call(path, "model", lambda: TransformersModel(network))
     parameters = list(network.parameters())
+    num_parameters = sum(one.numel() for one in parameters)
     weights_bytes = sum(one.numel() * one.element_size() for one in (*parameters, *network.buffers()))
+    del parameters
+    paged = _call(path, "model", lambda: _build_model(path, network, model_impl))
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,
         architecture=type(network).__name__,
@@ -67,7 +78,7 @@ def load_model(config: RunnerConfig, device: Device, progress: Progress) -> Load
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids(network.config, network.generation_config),
         dtype=str(dtype).removeprefix("torch."),
-        num_parameters=sum(one.numel() for one in parameters),
+        num_parameters=num_parameters,
         weights_bytes=weights_bytes,
         device=device.description,
     )
@@ -81,6 +92,16 @@ def load_model(config: RunnerConfig, device: Device, progress: Progress) -> Load
         max_model_len=max_model_len,
     )
     return LoadedModel(paged, info, shape)
+
+
+def _build_model(path: Path, network: transformers.PreTrainedModel, model_impl: ModelImpl) -> PagedModel:
+    probed = TransformersModel(network)
+    fusible = can_fuse(network)
+    if model_impl == "fused" and not fusible:
+        raise ModelLoadError(
+            f"{path}: model_impl fused does not serve this {type(network).__name__}; choose auto or transformers"
+        )
+    return FusedModel(network, probed) if fusible and model_impl != "transformers" else probed
 
 
 def find_checkpoint(model: str | None) -> Path:

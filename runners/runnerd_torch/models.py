@@ -88,17 +88,35 @@ class StepAttention:
         options: Mapping[str, Any],
     ) -> torch.Tensor:
         """Write the new keys and values, then attend over the cache."""
-        cache = self.caches[layer_idx]
-        self.kernel.write(key, value, cache.keys, cache.values, self.metadata)
-        return self.kernel.forward(
+        return self._run(
+            layer_idx,
             query,
-            cache.keys,
-            cache.values,
-            self.metadata,
+            key,
+            value,
             _scale(options, query),
             options.get("sliding_window"),
             options.get("softcap"),
         )
+
+    def run(
+        self, layer_idx: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, spec: LayerSpec
+    ) -> torch.Tensor:
+        """Do the same for a layer whose parameters are known."""
+        return self._run(layer_idx, query, key, value, spec.scale, spec.sliding_window, spec.softcap)
+
+    def _run(
+        self,
+        layer_idx: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> torch.Tensor:
+        cache = self.caches[layer_idx]
+        self.kernel.write(key, value, cache.keys, cache.values, self.metadata)
+        return self.kernel.forward(query, cache.keys, cache.values, self.metadata, scale, sliding_window, softcap)
 
 
 class PagedModel(Protocol):

@@ -15,7 +15,7 @@ from runnerd_torch.attention import PagedAttention
 from runnerd_torch.devices.base import Device
 from runnerd_torch.handle import TorchStepHandle
 from runnerd_torch.launching import StepLauncher
-from runnerd_torch.loading import LoadedModel, load_model
+from runnerd_torch.loading import LoadedModel, ModelImpl, load_model
 from runnerd_torch.memory import kv_budget
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ class TorchModelRunner:
         device: The chip; the runner closes it.
         build_attention: Gives the paged attention; may compile, so it is called by ``load``.
         max_logprobs: Most alternatives a request may ask for.
+        model_impl: Whose forward to run.
     """
 
     def __init__(
@@ -40,11 +41,13 @@ class TorchModelRunner:
         device: Device,
         build_attention: Callable[[], PagedAttention],
         max_logprobs: int,
+        model_impl: ModelImpl = "auto",
     ) -> None:
         self._config = config
         self._device = device
         self._build_attention = build_attention
         self._max_logprobs = max_logprobs
+        self._model_impl = model_impl
         self._next_call = "load"
         self._closed = False
         self._free_bytes_before_load = 0
@@ -64,7 +67,7 @@ class TorchModelRunner:
         progress("preparing the attention kernel", 0, 1)
         self._attention = self._build_attention()
         progress("preparing the attention kernel", 1, 1)
-        self._loaded = load_model(self._config, self._device, progress)
+        self._loaded = load_model(self._config, self._device, progress, self._model_impl)
         self._next_call = "profile"
         return self._loaded.info
 

@@ -198,7 +198,7 @@ def smollm2_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2() -> Iterator[Driver]:
     """A runner with SmolLM2, two steps in flight; shared, so leave no request behind."""
-    driver = _open(SMOLLM2, 512, {"num_threads": 2}, max_in_flight=2, max_model_len=512)
+    driver = _open(SMOLLM2, 512, {}, max_in_flight=2, max_model_len=512)
     yield driver
     driver.runner.close()
 
@@ -247,7 +247,13 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., P
         path = tmp_path_factory.mktemp(config_class)
         config = getattr(transformers, config_class)(**(_TINY | settings))
         torch.manual_seed(0)
-        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            # Biases of 0 and norms of 1 would hide that one of them was forgotten.
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+        model.save_pretrained(path)
         return path
 
     return make
