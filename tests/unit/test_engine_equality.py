@@ -223,6 +223,17 @@ def test_prompt_logprobs_come_once_and_whole_whatever_the_chunks_and_preemptions
         assert tight[uid].seen() == roomy[uid].seen()
 
 
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_a_request_preempted_in_the_middle_of_its_prompt_keeps_the_prompt_logprobs_it_has(depth: int) -> None:
+    requests = [a_request(0, "abc", 20), a_request(1, "x" * 24, 3, num_prompt_logprobs=1)]
+    roomy, _ = run(requests, 1)
+    # The first grows by three blocks while the second is prefilled two tokens at a time.
+    tight, load = run(requests, depth, options={"num_blocks": "8"}, max_num_seqs=2, max_num_batched_tokens=3)
+    assert load.num_preemptions == 1
+    for uid in (0, 1):
+        assert tight[uid].seen() == roomy[uid].seen()
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_sent", [0, 1, 7, 14, 15])
 def test_a_request_goes_on_after_the_outputs_of_a_former_engine(depth: int, num_sent: int) -> None:

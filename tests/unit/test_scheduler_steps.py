@@ -173,6 +173,19 @@ def test_a_preempted_request_keeps_its_tokens_in_flight_and_waits_for_them() -> 
     assert first.num_tokens == num_outputs_of_first + 1
 
 
+def test_nobody_is_preempted_for_blocks_that_the_next_settle_gives_back() -> None:
+    bench = Bench(num_blocks=4)
+    growing, ending = bench.add(7), bench.add(4, max_tokens=2)
+    bench.launch()
+    bench.launch()
+    assert ending.is_launched_to_the_end
+    assert bench.launch() is None
+    bench.settle()
+    bench.settle()
+    assert list(row_sizes(bench.launch())) == [growing.uid]
+    assert bench.scheduler.num_preemptions == 0
+
+
 def test_blocks_of_a_finished_request_return_after_the_last_launched_step_of_it() -> None:
     bench = Bench()
     request = bench.add(4, eos=(7,))
@@ -209,6 +222,27 @@ def test_only_settled_full_blocks_are_shared() -> None:
     bench.add(prompt)
     assert row_sizes(bench.launch())[2] == 2
     assert bench.scheduler.prefix_cache_hits == 8
+
+
+def test_a_block_is_not_shared_while_the_step_that_fills_it_is_in_flight() -> None:
+    bench = Bench(budget=8)
+    request = bench.add(list(range(16)))
+    bench.launch()
+    bench.launch()
+    bench.settle()
+    hashes = [request.block_hash(index, SIZE) for index in range(4)]
+    assert bench.blocks.match(hashes) == request.block_ids[:2]
+    bench.settle()
+    assert bench.blocks.match(hashes) == request.block_ids[:4]
+
+
+def test_a_request_is_admitted_only_with_a_spare_block_for_each_running_one() -> None:
+    bench = Bench(num_blocks=6)
+    bench.add(8, max_tokens=2)
+    bench.run()
+    bench.add(12)
+    assert list(row_sizes(bench.run())) == [0], "3 blocks in use, 3 free: no spare one"
+    assert list(row_sizes(bench.run())) == [1]
 
 
 def test_a_prompt_that_is_cached_whole_computes_its_last_block() -> None:
