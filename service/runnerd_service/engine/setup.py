@@ -18,6 +18,7 @@ from runnerd_spi import (
     KVBudget,
     ModelInfo,
     ModelRunner,
+    OptionValue,
     Progress,
     RunnerConfig,
     RunnerPlugin,
@@ -63,24 +64,15 @@ def resolve(config: EngineConfig, plugin: RunnerPlugin) -> ResolvedConfig:
     _check_sizes(config)
     _check_unsupported(config, plugin)
     capabilities = plugin.capabilities
-    if capabilities.needs_model and not config.model:
-        raise ConfigurationError(
-            f"runner {plugin.name!r} needs a model, none was given; pass --model with a model directory or GGUF file"
-        )
-    _check_among("--dtype", config.dtype, ("auto", *capabilities.dtypes), plugin)
     block_size = capabilities.block_sizes[0] if config.block_size is None else config.block_size
-    _check_among("--block-size", block_size, capabilities.block_sizes, plugin)
-    warnings = []
+    _check_model(config, plugin, block_size)
     max_in_flight = _max_in_flight(config, plugin)
+    prefix_caching = config.prefix_caching and capabilities.prefix_caching != "no"
+    warnings = []
     if config.async_execution == "auto" and config.max_in_flight is None and max_in_flight == 1:
         warnings.append(f"runner {plugin.name!r} runs synchronously: it keeps one step in flight at most")
-    prefix_caching = config.prefix_caching and capabilities.prefix_caching != "no"
     if config.prefix_caching and not prefix_caching:
         warnings.append(f"prefix caching is off: runner {plugin.name!r} does not serve it")
-    try:
-        options = parse_options(plugin, config.runner_options)
-    except InvalidOption as error:
-        raise ConfigurationError(str(error)) from error
     return ResolvedConfig(
         runner_config=RunnerConfig(
             max_num_seqs=config.max_num_seqs,
@@ -94,7 +86,7 @@ def resolve(config: EngineConfig, plugin: RunnerPlugin) -> ResolvedConfig:
             memory_fraction=config.memory_fraction,
             trust_remote_code=config.trust_remote_code,
             enforce_eager=config.enforce_eager,
-            options=options,
+            options=_options(config, plugin),
         ),
         async_effective=max_in_flight > 1,
         prefix_caching=prefix_caching,
@@ -113,8 +105,10 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
     """
     plugin.check()
     config = resolved.runner_config
+    progress(f"importing runner {plugin.name}", 0, 1)
     runner = plugin.create(config)
     try:
+        progress(f"importing runner {plugin.name}", 1, 1)
         info = runner.load(progress)
         _check_prefill(resolved, info, plugin)
         progress("profiling", 0, 1)
@@ -193,6 +187,22 @@ def _check_unsupported(config: EngineConfig, plugin: RunnerPlugin) -> None:
                 f"{option}: runner {plugin.name!r} does not serve {feature}; leave the option out, or choose a runner "
                 f"whose capabilities list it (`runnerd runners` shows them)"
             )
+
+
+def _check_model(config: EngineConfig, plugin: RunnerPlugin, block_size: int) -> None:
+    if plugin.capabilities.needs_model and not config.model:
+        raise ConfigurationError(
+            f"runner {plugin.name!r} needs a model, none was given; pass --model with a model directory or GGUF file"
+        )
+    _check_among("--dtype", config.dtype, ("auto", *plugin.capabilities.dtypes), plugin)
+    _check_among("--block-size", block_size, plugin.capabilities.block_sizes, plugin)
+
+
+def _options(config: EngineConfig, plugin: RunnerPlugin) -> dict[str, OptionValue]:
+    try:
+        return parse_options(plugin, config.runner_options)
+    except InvalidOption as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def _check_among(option: str, value: object, accepted: tuple[object, ...], plugin: RunnerPlugin) -> None:
