@@ -100,6 +100,7 @@ async def test_requests_stream_and_the_engine_is_clean_afterwards() -> None:
         for sink in sinks:
             assert (await sink.finished()).finish == "eos"
             assert sink.text == "once upon a time"
+        await eventually(lambda: not client.load.num_unresolved_steps)  # the late rows after EOS
         assert await client.call("check_integrity") == (
             '{"num_running": 0, "num_waiting": 0, "num_used_blocks": 0, "num_unresolved_steps": 0}'
         )

@@ -260,7 +260,8 @@ def _num_blocks(budget: KVBudget, plugin: RunnerPlugin) -> int:
     if num_blocks < 1:
         raise ConfigurationError(
             f"runner {plugin.name!r} has {budget.available_bytes} bytes for the KV cache, but one block takes "
-            f"{budget.bytes_per_block}; raise --memory-utilization or --kv-cache-memory-bytes, or lower --max-num-batched-tokens"
+            f"{budget.bytes_per_block}; raise --memory-utilization or --kv-cache-memory-bytes, or lower "
+            "--max-num-batched-tokens"
         )
     return num_blocks
 
