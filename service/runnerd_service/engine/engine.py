@@ -16,6 +16,7 @@ from runnerd_service.engine.messages import AddRequest, Load, RequestOutput
 from runnerd_service.engine.request import RequestState, request_from
 from runnerd_service.engine.scheduler import ScheduledStep, Scheduler
 from runnerd_service.engine.settle import Settler, finish_of
+from runnerd_service.engine.timeline import LaunchMark, Timeline
 from runnerd_spi import ModelRunner, StepFailed, StepHandle
 
 
@@ -50,6 +51,7 @@ class EngineLimits:
 class _Launched:
     step: ScheduledStep
     handle: StepHandle
+    mark: LaunchMark
 
 
 class Engine:
@@ -61,6 +63,8 @@ class Engine:
     """
 
     def __init__(self, runner: ModelRunner, limits: EngineLimits) -> None:
+        self.timeline = Timeline()
+        """Where the time goes; whoever drives the engine tells it what is done between steps: idle, inbox."""
         self._runner = runner
         self._limits = limits
         self._scheduler = Scheduler(
@@ -106,6 +110,7 @@ class Engine:
             return
         self._live[request.uid] = request
         self._scheduler.add(request)
+        self.timeline.note_work(waits=True)
 
     def abort(self, uids: Iterable[int]) -> None:
         """End these requests; nothing more of them is shown. Unknown uids have ended already and are passed over.
@@ -128,6 +133,7 @@ class Engine:
             EngineDead: The runner failed fatally or refused a plan.
         """
         outputs, self._immediate = self._immediate, []
+        self.timeline.enter("schedule")
         step = self._scheduler.schedule()
         if step is None and not self._launched and self._scheduler.has_releases:
             step = self._scheduler.schedule_releases()
@@ -142,6 +148,8 @@ class Engine:
         for output in outputs:
             if output.finish is not None:
                 self._live.pop(output.uid, None)
+        self.timeline.note_work(waits=self._scheduler.has_runnable)
+        self.timeline.enter("send")
         return outputs
 
     def load(self) -> Load:
@@ -159,6 +167,7 @@ class Engine:
             prompt_tokens=self._num_prompt_tokens,
             generation_tokens=self._settler.num_generated_tokens,
             num_unresolved_steps=len(self._launched),
+            times=self.timeline.times(),
         )
 
     def check_integrity(self) -> str:
@@ -182,25 +191,46 @@ class Engine:
         """Forget all cached prefixes; says how many blocks held one."""
         return f"{self._scheduler.blocks.reset_prefix_cache()} blocks forgotten"
 
+    def start_trace(self) -> str:
+        """Record the steps from now on."""
+        self.timeline.start_trace()
+        return ""
+
+    def stop_trace(self) -> str:
+        """End the recording; gives JSON of :class:`runnerd_service.engine.trace.Trace`."""
+        return self.timeline.stop_trace()
+
     def _launch(self, step: ScheduledStep) -> None:
+        step_id = step.plan.step_id
+        mark = self.timeline.mark(step.plan)
+        self.timeline.scheduled(step_id)
+        self.timeline.enter("prepare", step_id)
         try:
             handle = self._runner.execute_model(step.plan)
         except Exception as error:
             raise _dead(error) from error
-        self._launched.append(_Launched(step, handle))
+        self._launched.append(_Launched(step, handle, mark))
+        self.timeline.enqueued(handle.timeline.host_end_ns, self._launched[0].step.plan.step_id)
         self._num_steps += bool(step.plan.rows)
 
     def _settle_oldest(self) -> list[RequestOutput]:
         launched = self._launched.popleft()
+        self.timeline.enter("wait", launched.step.plan.step_id)
         try:
             output = launched.handle.result()
         except StepFailed as error:
             if error.fatal:
                 raise _dead(error) from error
+            self._begin_update(launched)
             return self._settler.fail(launched.step, str(error))
         except Exception as error:
             raise _dead(error) from error
+        self._begin_update(launched)
         return self._settler.settle(launched.step, output)
+
+    def _begin_update(self, launched: _Launched) -> None:
+        self.timeline.enter("update", launched.step.plan.step_id)
+        self.timeline.settled(launched.mark, launched.handle.timeline)
 
     def _rejection(self, message: AddRequest) -> str:
         """Say why a request can never be served; empty when it can."""

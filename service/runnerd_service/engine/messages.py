@@ -62,7 +62,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     """Run one of the engine's utility methods; answered by :class:`Reply`."""
 
     call_id: int
-    method: Literal["reset_prefix_cache", "check_integrity"]
+    method: Literal["reset_prefix_cache", "check_integrity", "start_trace", "stop_trace"]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -97,6 +97,42 @@ class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True, array_like=
     error: str = ""
 
 
+class BubbleSeconds(msgspec.Struct, frozen=True, array_like=True):
+    """Time in which the device was idle although a request could have run, by what held it up."""
+
+    inbox: float = 0.0
+    schedule: float = 0.0
+    prepare: float = 0.0
+    update: float = 0.0
+    send: float = 0.0
+    copy: float = 0.0
+    """The host waited for the output of the step before to arrive from the device."""
+    other: float = 0.0
+    """None of these, such as the time until a waiting host wakes up."""
+
+
+class HostSeconds(msgspec.Struct, frozen=True, array_like=True):
+    """Time that the engine's loop spent in its phases."""
+
+    inbox: float = 0.0
+    schedule: float = 0.0
+    prepare: float = 0.0
+    update: float = 0.0
+    send: float = 0.0
+    wait: float = 0.0
+    """For a step on the device: the less of it, the closer the host is to being the bottleneck."""
+
+
+class StepTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Where the time of steps went, since the engine's start, in seconds."""
+
+    device_busy: float = 0.0
+    device_idle: float = 0.0
+    """Between steps, while no request could have run."""
+    bubble: BubbleSeconds = BubbleSeconds()
+    host: HostSeconds = HostSeconds()
+
+
 class Load(msgspec.Struct, frozen=True, array_like=True):
     """Counters of the engine; the totals are since its start."""
 
@@ -111,6 +147,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     prompt_tokens: int = 0
     generation_tokens: int = 0
     num_unresolved_steps: int = 0
+    times: StepTimes = StepTimes()
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

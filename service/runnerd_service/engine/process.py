@@ -68,10 +68,12 @@ class Channel:
         """Queue a message; never blocks."""
         self._socket.send(self._encoder.encode(message), copy=True)
 
-    def receive(self, *, block: bool) -> list[ToEngine]:
-        """Give all messages that are there; with ``block``, wait until there is one."""
-        if block:
-            self._socket.poll(None)
+    def wait(self) -> None:
+        """Wait until there is a message."""
+        self._socket.poll(None)
+
+    def receive(self) -> list[ToEngine]:
+        """Give all messages that are there."""
         messages: list[ToEngine] = []
         while True:
             try:
@@ -91,8 +93,13 @@ def serve(engine: Engine, channel: Channel) -> None:
     Raises:
         EngineDead: The runner is unusable.
     """
+    timeline = engine.timeline
     while True:
-        for message in channel.receive(block=not engine.has_work):
+        if not engine.has_work:
+            timeline.enter("idle")
+            channel.wait()
+        timeline.enter("inbox")
+        for message in channel.receive():
             if isinstance(message, Shutdown):
                 return
             _handle(engine, channel, message)
@@ -169,7 +176,12 @@ def _handle(engine: Engine, channel: Channel, message: AddRequest | AbortRequest
 
 
 def _answer(engine: Engine, call: Call) -> Reply:
-    methods = {"reset_prefix_cache": engine.reset_prefix_cache, "check_integrity": engine.check_integrity}
+    methods = {
+        "reset_prefix_cache": engine.reset_prefix_cache,
+        "check_integrity": engine.check_integrity,
+        "start_trace": engine.start_trace,
+        "stop_trace": engine.stop_trace,
+    }
     try:
         return Reply(call.call_id, True, methods[call.method]())
     except IntegrityError as error:

@@ -102,6 +102,11 @@ class Scheduler:
         return bool(self._running or self._waiting)
 
     @property
+    def has_runnable(self) -> bool:
+        """Whether a request lacks tokens that no launched step will give: more could run."""
+        return bool(self._waiting) or not all(request.is_launched_to_the_end for request in self._running)
+
+    @property
     def has_releases(self) -> bool:
         """Whether the runner has not been told yet that a slot is free."""
         return bool(self._releases)
