@@ -344,15 +344,25 @@ def test_tokens_in_flight_at_a_preemption_are_each_kept_once(num_in_flight: int)
     assert generated == 24
 
 
-@OVERLAPPED
-def test_a_request_that_is_left_out_of_steps_goes_on_with_the_right_token(timing: Timing) -> None:
-    """A16: a running request whose next block is not there yet misses steps, without being preempted."""
-    # The first fills its second block with its second output; the other ends then and gives its blocks back.
-    requests = [request(1, "1234567", 9, temperature=1.0, seed=1), request(2, "1234", 2)]
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_a_request_that_is_left_out_of_steps_goes_on_with_the_right_token(depth: int) -> None:
+    """A16: a running request waits for a block that a launched step is about to give back; others go on meanwhile."""
+    requests = [
+        request(1, "sixsix", 9, temperature=1.0, seed=1),
+        request(2, "eight888", 3),
+        request(3, "333", 12, temperature=1.0, seed=3),
+    ]
     roomy = run(requests, SYNCHRONOUS, Sizes())
-    result = run(requests, timing, Sizes(num_blocks=4))
+    result = run(requests, Timing(depth, always_late=True), Sizes(num_blocks=7))
     assert result.streams() == roomy.streams()
-    assert result.load.num_preemptions == 0
+    assert any(num_steps_left_out(result.plans, epoch) for epoch in (0, 1, 2))
+
+
+def num_steps_left_out(plans: Sequence[StepPlan], epoch: int) -> int:
+    """Steps without a row of a request between two that have one, while it keeps its slot."""
+    has_row = [any(row.epoch == epoch for row in plan.rows) for plan in plans if plan.rows]
+    first, last = has_row.index(True), len(has_row) - has_row[::-1].index(True)
+    return has_row[first:last].count(False)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
