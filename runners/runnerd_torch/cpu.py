@@ -8,6 +8,7 @@ from typing import TypeVar, get_args
 from runnerd_spi import InvalidOption, RunnerConfig
 from runnerd_torch.attention import AttentionKind, build_attention
 from runnerd_torch.devices.cpu import CpuDevice
+from runnerd_torch.linear import LinearKind, build_linear
 from runnerd_torch.loading import ModelImpl
 from runnerd_torch.plugin import MAX_LOGPROBS
 from runnerd_torch.runner import TorchModelRunner
@@ -28,6 +29,7 @@ def create_cpu_runner(config: RunnerConfig) -> TorchModelRunner:
         config,
         CpuDevice(num_threads or None),
         partial(build_attention, _choice(config, "attention", get_args(AttentionKind))),
+        partial(build_linear, _choice(config, "linear", get_args(LinearKind))),
         MAX_LOGPROBS,
         _choice(config, "model_impl", get_args(ModelImpl)),
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,26 +23,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from runnerd_torch.linear import Linear, LinearFactory
 from runnerd_torch.models import LayerSpec, StepAttention, TransformersModel
 
 _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-
-
-@dataclass(frozen=True, slots=True)
-class _Linear:
-    # [num_outputs, num_inputs]
-    weight: torch.Tensor
-    # [num_outputs]
-    bias: torch.Tensor | None
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        return F.linear(inputs, self.weight, self.bias)
-
-    def added_to(self, residual: torch.Tensor, inputs: torch.Tensor) -> torch.Tensor:
-        """Give ``residual`` plus the projection, in one operation where there is no bias."""
-        if self.bias is None:
-            return torch.addmm(residual, inputs, self.weight.t())
-        return residual + self(inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +43,14 @@ class _Norm:
 class _Layer:
     spec: LayerSpec
     input_norm: _Norm
-    qkv: _Linear
+    qkv: Linear
     query_norm: _Norm | None
     key_norm: _Norm | None
-    output: _Linear
+    output: Linear
     mlp_norm: _Norm
-    gate_up: _Linear
+    gate_up: Linear
     activation: Callable[[torch.Tensor], torch.Tensor]
-    down: _Linear
+    down: Linear
 
 
 class FusedModel:
@@ -74,19 +59,26 @@ class FusedModel:
     Args:
         network: The loaded model; its weights are taken out of it, so it must not be used afterwards.
         probed: The generic path over the same model.
+        make_linear: Makes the projections of their weights.
     """
 
-    def __init__(self, network: PreTrainedModel, probed: TransformersModel) -> None:
+    def __init__(self, network: PreTrainedModel, probed: TransformersModel, make_linear: LinearFactory) -> None:
         self._specs = probed.layers
         self._vocab_size = probed.vocab_size
         decoder = network.model
         self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = decoder.rotary_emb
-        self._embedding: torch.Tensor = decoder.embed_tokens.weight
         self._layers = tuple(
-            _take_layer(layer, spec) for layer, spec in zip(decoder.layers, probed.layers, strict=True)
+            _take_layer(layer, spec, make_linear) for layer, spec in zip(decoder.layers, probed.layers, strict=True)
         )
         self._norm = _take_norm(decoder.norm)
-        self._head = _take(network.lm_head)
+        embedding: torch.Tensor = decoder.embed_tokens.weight
+        is_tied = network.lm_head.weight is embedding
+        self._head = _take(make_linear, network.lm_head)
+        # A tied embedding reads the head's weight, wherever that has gone.
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = (
+            self._head.rows if is_tied else partial(F.embedding, weight=embedding)
+        )
+        decoder.embed_tokens.register_parameter("weight", None)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -103,7 +95,7 @@ class FusedModel:
     ) -> torch.Tensor:
         """Compute one step."""
         # [num_tokens, hidden_size]
-        hidden = F.embedding(input_ids, self._embedding)
+        hidden = self._embed(input_ids)
         cos, sin = self._rotary(hidden, position_ids=positions.unsqueeze(0))
         # [num_tokens, 1, head_dim]
         cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
@@ -142,33 +134,31 @@ def _attend(
     return heads.view(num_tokens, -1)
 
 
-def _take_layer(layer: Any, spec: LayerSpec) -> _Layer:
+def _take_layer(layer: Any, spec: LayerSpec, make_linear: LinearFactory) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     # Qwen3 normalizes queries and keys.
     norms = dict(attention.named_children())
     return _Layer(
         spec=spec,
         input_norm=_take_norm(layer.input_layernorm),
-        qkv=_take(attention.q_proj, attention.k_proj, attention.v_proj),
+        qkv=_take(make_linear, attention.q_proj, attention.k_proj, attention.v_proj),
         query_norm=_take_norm(norms["q_norm"]) if "q_norm" in norms else None,
         key_norm=_take_norm(norms["k_norm"]) if "k_norm" in norms else None,
-        output=_take(attention.o_proj),
+        output=_take(make_linear, attention.o_proj),
         mlp_norm=_take_norm(layer.post_attention_layernorm),
-        gate_up=_take(mlp.gate_proj, mlp.up_proj),
+        gate_up=_take(make_linear, mlp.gate_proj, mlp.up_proj),
         activation=mlp.act_fn,
-        down=_take(mlp.down_proj),
+        down=_take(make_linear, mlp.down_proj),
     )
 
 
-def _take(*projections: Any) -> _Linear:
-    """Join projections of the same input; each loses its weight at once, so that only one layer is held twice."""
-    if len(projections) == 1:
-        return _Linear(projections[0].weight, projections[0].bias)
-    weight = torch.cat([one.weight for one in projections])
+def _take(make_linear: LinearFactory, *projections: Any) -> Linear:
+    """Join projections of the same input; each loses its weight, so that no more than these are held twice."""
+    weights = [one.weight for one in projections]
     biases = [one.bias for one in projections if one.bias is not None]
     for one in projections:
         one.register_parameter("weight", None)
-    return _Linear(weight, torch.cat(biases) if biases else None)
+    return make_linear(torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(biases) if biases else None)
 
 
 def _take_norm(norm: Any) -> _Norm:

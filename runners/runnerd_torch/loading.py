@@ -26,6 +26,7 @@ from runnerd_torch.devices.base import Device
 from runnerd_torch.fused import FusedModel, can_fuse
 from runnerd_torch.gguf_reading import quick_gguf_reading
 from runnerd_torch.limits import eos_token_ids, intermediate_size, model_length, refuse_architecture
+from runnerd_torch.linear import LinearFactory
 from runnerd_torch.memory import ModelShape
 from runnerd_torch.models import ATTENTION_NAME, PagedModel, TransformersModel, register_attention
 
@@ -44,7 +45,9 @@ class LoadedModel:
     shape: ModelShape
 
 
-def load_model(config: RunnerConfig, device: Device, progress: Progress, model_impl: ModelImpl) -> LoadedModel:
+def load_model(
+    config: RunnerConfig, device: Device, progress: Progress, model_impl: ModelImpl, make_linear: LinearFactory
+) -> LoadedModel:
     """Read the weights and put them on the device.
 
     Args:
@@ -52,6 +55,7 @@ def load_model(config: RunnerConfig, device: Device, progress: Progress, model_i
         device: The chip.
         progress: Told how far it is.
         model_impl: Whose forward to run; "auto" takes the fused one where there is one.
+        make_linear: Makes the projections of the fused one.
 
     Raises:
         ModelLoadError: The model cannot be read or served; the message says why and what to do.
@@ -70,7 +74,7 @@ def load_model(config: RunnerConfig, device: Device, progress: Progress, model_i
     num_parameters = sum(one.numel() for one in parameters)
     weights_bytes = sum(one.numel() * one.element_size() for one in (*parameters, *network.buffers()))
     del parameters
-    paged = _call(path, "model", lambda: _build_model(path, network, model_impl))
+    paged = _call(path, "model", lambda: _build_model(path, network, model_impl, make_linear))
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,
         architecture=type(network).__name__,
@@ -94,14 +98,16 @@ def load_model(config: RunnerConfig, device: Device, progress: Progress, model_i
     return LoadedModel(paged, info, shape)
 
 
-def _build_model(path: Path, network: transformers.PreTrainedModel, model_impl: ModelImpl) -> PagedModel:
+def _build_model(
+    path: Path, network: transformers.PreTrainedModel, model_impl: ModelImpl, make_linear: LinearFactory
+) -> PagedModel:
     probed = TransformersModel(network)
     fusible = can_fuse(network)
     if model_impl == "fused" and not fusible:
         raise ModelLoadError(
             f"{path}: model_impl fused does not serve this {type(network).__name__}; choose auto or transformers"
         )
-    return FusedModel(network, probed) if fusible and model_impl != "transformers" else probed
+    return FusedModel(network, probed, make_linear) if fusible and model_impl != "transformers" else probed
 
 
 def find_checkpoint(model: str | None) -> Path:

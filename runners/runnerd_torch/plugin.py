@@ -49,6 +49,7 @@ CPU = RunnerPlugin(
     options=(
         RunnerOption("num_threads", int, 0, "threads of one operation; 0 takes the cores this process may use"),
         RunnerOption("attention", str, "auto", "paged attention kernel: auto, torch or native (compiled C++)"),
+        RunnerOption("linear", str, "auto", "matrix products of fused models: auto, torch or native (compiled C++)"),
         RunnerOption("model_impl", str, "auto", "model code: auto, transformers or fused (Llama-like models only)"),
     ),
     check=_check_cpu,

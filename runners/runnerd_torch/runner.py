@@ -15,6 +15,7 @@ from runnerd_torch.attention import PagedAttention
 from runnerd_torch.devices.base import Device
 from runnerd_torch.handle import TorchStepHandle
 from runnerd_torch.launching import StepLauncher
+from runnerd_torch.linear import LinearFactory
 from runnerd_torch.loading import LoadedModel, ModelImpl, load_model
 from runnerd_torch.memory import kv_budget
 
@@ -31,6 +32,7 @@ class TorchModelRunner:
         config: What the operator chose.
         device: The chip; the runner closes it.
         build_attention: Gives the paged attention; may compile, so it is called by ``load``.
+        build_linear: Gives the maker of the fused models' projections; the same holds.
         max_logprobs: Most alternatives a request may ask for.
         model_impl: Whose forward to run.
     """
@@ -40,12 +42,14 @@ class TorchModelRunner:
         config: RunnerConfig,
         device: Device,
         build_attention: Callable[[], PagedAttention],
+        build_linear: Callable[[], LinearFactory],
         max_logprobs: int,
         model_impl: ModelImpl = "auto",
     ) -> None:
         self._config = config
         self._device = device
         self._build_attention = build_attention
+        self._build_linear = build_linear
         self._max_logprobs = max_logprobs
         self._model_impl = model_impl
         self._next_call = "load"
@@ -64,10 +68,12 @@ class TorchModelRunner:
         """
         self._require("load")
         self._free_bytes_before_load = self._device.memory().free_bytes
-        progress("preparing the attention kernel", 0, 1)
+        progress("preparing kernels", 0, 2)
         self._attention = self._build_attention()
-        progress("preparing the attention kernel", 1, 1)
-        self._loaded = load_model(self._config, self._device, progress, self._model_impl)
+        progress("preparing kernels", 1, 2)
+        make_linear = self._build_linear()
+        progress("preparing kernels", 2, 2)
+        self._loaded = load_model(self._config, self._device, progress, self._model_impl, make_linear)
         self._next_call = "profile"
         return self._loaded.info
 

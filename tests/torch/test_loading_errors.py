@@ -129,5 +129,10 @@ def test_an_unknown_dtype(llama):
 def test_an_option_that_means_nothing(llama):
     with pytest.raises(InvalidOption, match="num_threads"):
         load(llama, options={"num_threads": -1})
-    with pytest.raises(InvalidOption, match="attention"):
-        load(llama, options={"attention": "magic"})
+    for name in ("attention", "linear", "model_impl"):
+        with pytest.raises(InvalidOption, match=name):
+            load(llama, options={name: "magic"})
+
+
+def test_a_fused_forward_is_refused_where_there_is_none(make_checkpoint):
+    assert "model_impl fused" in refusal(make_checkpoint("GPT2Config"), options={"model_impl": "fused"})

@@ -32,6 +32,8 @@ def run_all(driver, request_type, order=(0, 1, 2, 3, 4), chunk=5):
     for one in requests:
         driver.admit(one)
     driver.run(requests, chunk)
+    for one in requests:
+        driver.release(one)
     return {index: one.outputs for index, one in zip(order, requests, strict=True)}
 
 
@@ -46,6 +48,15 @@ def test_neither_slots_nor_neighbours_nor_chunks_change_the_tokens(llama, open_r
     shuffled = run_all(other, request_type, order, chunk=1000)
     for index, outputs in expected.items():
         assert [one.token_id for one in shuffled[index]] == [one.token_id for one in outputs]
+
+
+def test_the_batch_around_a_request_changes_no_bit_of_it(make_checkpoint, open_runner, request_type):
+    # The kernels compute each row by itself and each sum in one order.
+    path = make_checkpoint("LlamaConfig", head_dim=64, hidden_size=72)
+    batched, single = open_runner(path), open_runner(path, max_in_flight=2)
+    expected = run_all(batched, request_type)
+    for index in expected:
+        assert run_all(single, request_type, [index], chunk=1) == {index: expected[index]}
 
 
 def test_logprobs_are_those_of_the_models_own_forward(llama, open_runner, request_type):

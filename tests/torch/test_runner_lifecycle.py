@@ -24,6 +24,7 @@ from runnerd_spi import (
 )
 from runnerd_torch.attention import PagedAttention, build_attention
 from runnerd_torch.devices.cpu import CpuDevice
+from runnerd_torch.linear import DenseLinear
 from runnerd_torch.plugin import CPU, MAX_LOGPROBS
 from runnerd_torch.runner import TorchModelRunner
 
@@ -69,7 +70,7 @@ def ignore(stage: str, done: int, total: int) -> None:
 def gated(llama):
     """A ready runner, two steps in flight, and the gate in its attention."""
     attention = GatedAttention()
-    runner = TorchModelRunner(config_of(llama), CpuDevice(1), lambda: attention, MAX_LOGPROBS)
+    runner = TorchModelRunner(config_of(llama), CpuDevice(1), lambda: attention, lambda: DenseLinear, MAX_LOGPROBS)
     runner.load(ignore)
     runner.profile()
     runner.init_kv_cache(16)

@@ -59,12 +59,16 @@ def prompts_of(lengths: list[int], vocab_size: int = 160) -> list[list[int]]:
     return [[dice.randrange(3, vocab_size) for _ in range(length)] for length in lengths]
 
 
-@pytest.mark.parametrize("model_impl", ["transformers", "auto"])
-def test_a_mixed_batch_gives_the_tokens_of_transformers_in_chunks_of_any_size(family, model_impl, open_runner, greedy):
+@pytest.mark.parametrize(
+    "options",
+    [{"model_impl": "transformers"}, {"linear": "torch"}, {}],
+    ids=["transformers", "torch_linear", "default"],
+)
+def test_a_mixed_batch_gives_the_tokens_of_transformers_in_chunks_of_any_size(family, options, open_runner, greedy):
     oracle = transformers.AutoModelForCausalLM.from_pretrained(family).eval()
     prompts = prompts_of([1, 3, 8, 17, 30])
     expected = [greedy(oracle, prompt, 12) for prompt in prompts]
-    driver = open_runner(family, options={"model_impl": model_impl})
+    driver = open_runner(family, options=options)
     assert driver.generate(prompts, 12) == expected
     assert driver.generate(prompts, 12, chunk=1) == expected
     assert driver.generate(prompts, 12, chunk=7) == expected
