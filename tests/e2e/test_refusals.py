@@ -58,6 +58,7 @@ WRONG_OPTIONS = [
     ({"time_limit": 0.0}, "stopping.time_limit"),
     ({"n": 0}, "output.n"),
     ({"n": 1000}, "output.n"),
+    ({"n": 2**32 - 1}, "output.n"),  # takes no room before it is refused
     ({"logprobs": 100}, "output.logprobs"),
     ({"prompt_logprobs": 100}, "output.prompt_logprobs"),
     ({"guided_decoding": GuidedDecoding(json_schema="{}")}, "guided_decoding.json_schema"),

@@ -62,19 +62,21 @@ def stream_message(event: Event) -> inference_pb2.StreamGenerateResponse:
 class Collector:
     """Gathers the delta events of a generation into the answer of the unary call.
 
-    Args:
-        num_outputs: How many outputs the request has.
+    Outputs are made as they are heard of: the number that a request asks for is not checked when this is made.
     """
 
-    def __init__(self, num_outputs: int) -> None:
-        self._outputs = [inference_pb2.Output(index=index) for index in range(num_outputs)]
-        self._texts: list[list[str]] = [[] for _ in range(num_outputs)]
+    def __init__(self) -> None:
+        self._outputs: dict[int, inference_pb2.Output] = {}
+        self._texts: dict[int, list[str]] = {}
         self._response = inference_pb2.GenerateResponse()
 
     def add(self, event: Event) -> None:
         """Take the next event."""
         match event:
             case OutputChunk():
+                if event.index not in self._outputs:
+                    self._outputs[event.index] = inference_pb2.Output(index=event.index)
+                    self._texts[event.index] = []
                 output = self._outputs[event.index]
                 self._texts[event.index].append(event.text)
                 output.tokens.extend(_token(record) for record in event.tokens)
@@ -88,9 +90,9 @@ class Collector:
 
     def response(self) -> inference_pb2.GenerateResponse:
         """Give the whole answer; call once, after the last event."""
-        for output, texts in zip(self._outputs, self._texts, strict=True):
-            output.text = "".join(texts)
-        self._response.outputs.extend(self._outputs)
+        for index in sorted(self._outputs):
+            self._outputs[index].text = "".join(self._texts[index])
+            self._response.outputs.append(self._outputs[index])
         return self._response
 
 

@@ -42,7 +42,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> inference_pb2.GenerateResponse:
         """Gather all events and answer once."""
         generation = replace(convert.to_generation(request), cumulative=False)
-        collector = replies.Collector(_num_outputs(generation))
+        collector = replies.Collector()
         async with aclosing(self._events(generation)) as events:
             async for event in events:
                 collector.add(event)
