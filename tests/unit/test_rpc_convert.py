@@ -146,6 +146,41 @@ def test_a_conversation_becomes_what_templates_expect() -> None:
     assert prompt.template_kwargs == {"thinking": False}
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_json_lacks_is_refused_by_its_path(number: float) -> None:
+    chat = pb.ChatPrompt(messages=[pb.ChatMessage(role="assistant")])
+    chat.messages[0].tool_calls.add()["a"] = [1, number]
+    chat.tools.add()["b"] = {"c": number}
+    chat.chat_template_kwargs["d"] = number
+    with pytest.raises(InvalidRequest) as caught:
+        to_generation(pb.GenerateRequest(chat=chat))
+    assert {violation.field for violation in caught.value.violations} == {
+        "chat.messages[0].tool_calls[0].a[1]",
+        "chat.tools[0].b.c",
+        "chat.chat_template_kwargs.d",
+    }
+
+
+def test_every_kind_of_value_reaches_the_template() -> None:
+    chat = pb.ChatPrompt()
+    chat.chat_template_kwargs.update({"a": None, "b": "x", "c": True, "d": -0.5, "e": 1e300, "f": [[], {}]})
+    chat.chat_template_kwargs.fields["g"].SetInParent()
+    prompt = to_generation(pb.GenerateRequest(chat=chat)).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_kwargs == {
+        "a": None, "b": "x", "c": True, "d": -0.5, "e": int(1e300), "f": [[], {}], "g": None
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("seconds", "nanos"), [(1, -1), (-1, 1), (0, 10**9), (0, -(10**9))])
+def test_a_duration_that_is_none_is_refused(seconds: int, nanos: int) -> None:
+    request = pb.GenerateRequest(text="x")
+    request.stopping.time_limit.seconds, request.stopping.time_limit.nanos = seconds, nanos
+    with pytest.raises(InvalidRequest) as caught:
+        to_generation(request)
+    assert [violation.field for violation in caught.value.violations] == ["stopping.time_limit"]
+
+
 def test_content_beside_parts_is_refused() -> None:
     message = pb.ChatMessage(role="user", content="a", parts=[pb.ContentPart(text="b")])
     request = inference_pb2.TokenizeRequest(chat=pb.ChatPrompt(messages=[message]))

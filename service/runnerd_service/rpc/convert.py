@@ -6,10 +6,11 @@ later release) is refused here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from google.protobuf import json_format, struct_pb2
+from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
 from runnerd.v1 import generation_pb2, inference_pb2
@@ -66,7 +67,7 @@ def to_generation(request: generation_pb2.GenerateRequest) -> Generation:
         stop_token_ids=tuple(stopping.stop_token_ids),
         include_stop=_optional(stopping, "include_stop", stopping.include_stop),
         ignore_eos=_optional(stopping, "ignore_eos", stopping.ignore_eos),
-        time_limit_seconds=_time_limit(stopping),
+        time_limit_seconds=_time_limit(stopping, violations),
         n=_optional(output, "n", output.n),
         text=_optional(output, "text", output.text),
         tokens=_optional(output, "tokens", output.tokens),
@@ -125,10 +126,15 @@ def _enum(field: str, number: int, meanings: Mapping[int, _T], default: _T, viol
     return default
 
 
-def _time_limit(stopping: generation_pb2.StoppingParams) -> float | None:
+def _time_limit(stopping: generation_pb2.StoppingParams, violations: _Violations) -> float | None:
     if not stopping.HasField("time_limit"):
         return None
-    return stopping.time_limit.seconds + stopping.time_limit.nanos / 1e9
+    seconds, nanos = stopping.time_limit.seconds, stopping.time_limit.nanos
+    if abs(nanos) >= 10**9 or seconds * nanos < 0:
+        got = f"got {seconds} seconds and {nanos} nanos, expected nanos of the same sign and below 1e9"
+        violations.append(FieldViolation("stopping.time_limit", got))
+        return None
+    return seconds + nanos / 1e9
 
 
 def _prompt(request: generation_pb2.GenerateRequest, violations: _Violations) -> str | Sequence[int] | ChatPrompt:
@@ -163,9 +169,9 @@ def _chat(chat: generation_pb2.ChatPrompt, violations: _Violations) -> ChatPromp
         ),
         add_generation_prompt=_optional(chat, "add_generation_prompt", chat.add_generation_prompt),
         continue_final_message=chat.continue_final_message,
-        tools=_structs(chat.tools),
+        tools=_structs("chat.tools", chat.tools, violations),
         chat_template=_optional(chat, "chat_template", chat.chat_template),
-        template_kwargs=_struct(chat.chat_template_kwargs),
+        template_kwargs=_struct("chat.chat_template_kwargs", chat.chat_template_kwargs, violations),
     )
 
 
@@ -180,7 +186,7 @@ def _message(path: str, message: generation_pb2.ChatMessage, violations: _Violat
     if message.HasField("name"):
         converted["name"] = message.name
     if message.tool_calls:
-        converted["tool_calls"] = list(_structs(message.tool_calls))
+        converted["tool_calls"] = list(_structs(f"{path}.tool_calls", message.tool_calls, violations))
     if message.HasField("tool_call_id"):
         converted["tool_call_id"] = message.tool_call_id
     return converted
@@ -194,20 +200,35 @@ def _part(path: str, part: generation_pb2.ContentPart, violations: _Violations) 
     return {"type": "text", "text": part.text}
 
 
-def _structs(structs: Iterable[struct_pb2.Struct]) -> tuple[Mapping[str, Any], ...]:
-    return tuple(_struct(struct) for struct in structs)
+def _structs(
+    path: str, structs: Iterable[struct_pb2.Struct], violations: _Violations
+) -> tuple[Mapping[str, Any], ...]:
+    return tuple(_struct(f"{path}[{index}]", struct, violations) for index, struct in enumerate(structs))
 
 
-def _struct(struct: struct_pb2.Struct) -> dict[str, Any]:
-    return {name: _whole_numbers(value) for name, value in json_format.MessageToDict(struct).items()}
+def _struct(path: str, struct: struct_pb2.Struct, violations: _Violations) -> dict[str, Any]:
+    return {name: _value(f"{path}.{name}", value, violations) for name, value in struct.fields.items()}
 
 
-def _whole_numbers(value: Any) -> Any:
-    """Turn 3.0 into 3 throughout: a Struct has floats only, and templates print what they get."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, dict):
-        return {name: _whole_numbers(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_whole_numbers(item) for item in value]
-    return value
+def _value(path: str, value: struct_pb2.Value, violations: _Violations) -> Any:
+    match value.WhichOneof("kind"):
+        case "struct_value":
+            return _struct(path, value.struct_value, violations)
+        case "list_value":
+            items = enumerate(value.list_value.values)
+            return [_value(f"{path}[{index}]", item, violations) for index, item in items]
+        case "number_value":
+            return _number(path, value.number_value, violations)
+        case "string_value":
+            return value.string_value
+        case "bool_value":
+            return value.bool_value
+        case _:
+            return None
+
+
+def _number(path: str, number: float, violations: _Violations) -> float | int:
+    """Turn 3.0 into 3: a Struct has floats only, and templates print what they get."""
+    if not math.isfinite(number):
+        violations.append(FieldViolation(path, f"got {number}, expected a number that JSON has"))
+    return int(number) if number.is_integer() else number
