@@ -151,8 +151,9 @@ async def test_bytes_that_are_no_message_end_with_a_status(live) -> None:
     async with grpc.aio.insecure_channel(live.address) as channel:
         call = channel.unary_unary("/runnerd.v1.InferenceService/Generate")
         async with asyncio.timeout(10):
-            with pytest.raises(grpc.aio.AioRpcError):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await call(b"\xff\xff\xff")
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
             unknown = channel.unary_unary("/runnerd.v1.InferenceService/NoSuchMethod")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await unknown(b"")

@@ -20,7 +20,13 @@ SERVICE = "test.Service"
 
 
 @asynccontextmanager
-async def serving(handler: Callable, *, streams: bool = False, max_message_bytes: int = 1000) -> AsyncIterator:
+async def serving(
+    handler: Callable,
+    *,
+    streams: bool = False,
+    max_message_bytes: int = 1000,
+    serialize: Callable | None = AbortRequest.SerializeToString,
+) -> AsyncIterator:
     """Give the client's side of a method that ``handler`` serves."""
     make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
     method = make(handler, AbortRequest.FromString, AbortResponse.SerializeToString)
@@ -31,7 +37,7 @@ async def serving(handler: Callable, *, streams: bool = False, max_message_bytes
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = channel.unary_stream if streams else channel.unary_unary
-            yield call(f"/{SERVICE}/Method", AbortRequest.SerializeToString, AbortResponse.FromString)
+            yield call(f"/{SERVICE}/Method", serialize, AbortResponse.FromString)
     finally:
         await server.stop(0)
 
@@ -136,3 +142,23 @@ async def test_a_message_over_the_limit_does_not_reach_its_handler() -> None:
     assert seen == [98]
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "101 bytes, the server takes 100" in error.details()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x0a\x05ab", b"\x0a\x02\xff\xfe"])
+async def test_bytes_that_are_no_message_are_refused_by_the_messages_name(
+    caplog, message: bytes, streams: bool
+) -> None:
+    async def unary(request, context):
+        raise AssertionError("not to be called")
+
+    async def streaming(request, context):
+        raise AssertionError("not to be called")
+        yield
+
+    async with serving(streaming if streams else unary, streams=streams, serialize=None) as call:
+        waiting = call(message)
+        error = await status_of(waiting.read() if streams else waiting)
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details().startswith("AbortRequest: ")
+    assert not caplog.records

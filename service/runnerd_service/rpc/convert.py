@@ -200,9 +200,7 @@ def _part(path: str, part: generation_pb2.ContentPart, violations: _Violations) 
     return {"type": "text", "text": part.text}
 
 
-def _structs(
-    path: str, structs: Iterable[struct_pb2.Struct], violations: _Violations
-) -> tuple[Mapping[str, Any], ...]:
+def _structs(path: str, structs: Iterable[struct_pb2.Struct], violations: _Violations) -> tuple[Mapping[str, Any], ...]:
     return tuple(_struct(f"{path}[{index}]", struct, violations) for index, struct in enumerate(structs))
 
 

@@ -1,4 +1,4 @@
-"""Stands around every handler: maps errors to statuses, checks message sizes, ends streams cleanly.
+"""Stands around every handler: reads its message, maps errors to statuses, ends streams cleanly.
 
 Handlers raise; only this module aborts calls. Streaming handlers are async generators and are driven from here by
 ``context.write``: so a cancel reaches them as a close at once, not when the garbage collector finds them.
@@ -13,7 +13,7 @@ from contextlib import aclosing
 from typing import Any, cast
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from runnerd_service.errors import FieldViolation, InvalidRequest, RequestAborted, RunnerdError
 from runnerd_service.rpc.status import to_status
@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Unary = Callable[[Any, _Context], Awaitable[Any]]
 _Streaming = Callable[[Any, _Context], AsyncGenerator[Any, None]]
+_Parse = Callable[[bytes], Message]
 
 
 class HandlerInterceptor(grpc.aio.ServerInterceptor):
@@ -44,31 +45,31 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:  # no such method: gRPC answers UNIMPLEMENTED
             return None
-        method, codec = handler_call_details.method, (handler.request_deserializer, handler.response_serializer)
+        # Without a deserializer of its own a handler gets the bytes: gRPC would answer UNKNOWN to those it cannot read.
+        method, codec = handler_call_details.method, (None, handler.response_serializer)
+        parse = cast(_Parse, handler.request_deserializer)
         # The stubs type handlers as the synchronous server's; an aio server has the asynchronous kinds.
         if handler.unary_unary is not None:
             unary = cast(_Unary, handler.unary_unary)
-            return grpc.unary_unary_rpc_method_handler(self._unary(method, unary), *codec)
+            return grpc.unary_unary_rpc_method_handler(self._unary(method, unary, parse), *codec)
         if handler.unary_stream is not None:
             streaming = cast(_Streaming, handler.unary_stream)
-            return grpc.unary_stream_rpc_method_handler(self._streaming(method, streaming), *codec)
+            return grpc.unary_stream_rpc_method_handler(self._streaming(method, streaming, parse), *codec)
         return handler
 
-    def _unary(self, method: str, handler: _Unary) -> _Unary:
-        async def call(request: Message, context: _Context) -> Any:
+    def _unary(self, method: str, handler: _Unary, parse: _Parse) -> _Unary:
+        async def call(data: bytes, context: _Context) -> Any:
             try:
-                self._check_size(request)
-                return await handler(request, context)
+                return await handler(self._read(data, parse), context)
             except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the one place that maps all of them
                 return await _abort(method, error, context)
 
         return call
 
-    def _streaming(self, method: str, handler: _Streaming) -> _Unary:
-        async def call(request: Message, context: _Context) -> None:
+    def _streaming(self, method: str, handler: _Streaming, parse: _Parse) -> _Unary:
+        async def call(data: bytes, context: _Context) -> None:
             try:
-                self._check_size(request)
-                async with aclosing(handler(request, context)) as messages:
+                async with aclosing(handler(self._read(data, parse), context)) as messages:
                     async for message in messages:
                         await context.write(message)
             except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001
@@ -76,16 +77,21 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
 
         return call
 
-    def _check_size(self, request: Message) -> None:
-        size = request.ByteSize()
-        if size > self._max_message_bytes:
-            raise InvalidRequest(
-                FieldViolation(
-                    request.DESCRIPTOR.name,
-                    f"the message has {size} bytes, the server takes {self._max_message_bytes}; send less, or raise "
-                    "--max-message-bytes",
-                )
-            )
+    def _read(self, data: bytes, parse: _Parse) -> Message:
+        """Give the request that ``data`` holds.
+
+        Raises:
+            InvalidRequest: It is too large, or holds none.
+        """
+        size, limit = len(data), self._max_message_bytes
+        if size > limit:
+            problem = f"the message has {size} bytes, the server takes {limit}; send less, or raise --max-message-bytes"
+        else:
+            try:
+                return parse(data)
+            except DecodeError:
+                problem = f"the {size} bytes are no such message; generate the client's code from protos/runnerd/v1"
+        raise InvalidRequest(FieldViolation(parse(b"").DESCRIPTOR.name, problem))
 
 
 async def _abort(method: str, error: BaseException, context: _Context) -> None:
