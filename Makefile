@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint protos bench-serving bench-frontend bench clean
+.PHONY: help demo test test-slow lint protos bench-serving bench-frontend bench-overlap bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -49,7 +49,10 @@ bench-serving: $(VENV)/.dev ## runnerd through gRPC beside transformers.generate
 bench-frontend: $(VENV)/.dev ## what a message and a token cost the front end: JSON and a table
 	$(BIN)/python benchmarks/frontend.py $(ARGS)
 
-bench: bench-frontend bench-serving ## all benchmarks
+bench-overlap: $(VENV)/.dev ## synchronous beside overlapped steps: idle device, TPOT, host cost: JSON and tables
+	$(BIN)/python benchmarks/overlap.py $(ARGS)
+
+bench: bench-frontend bench-overlap bench-serving ## all benchmarks
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
