@@ -18,6 +18,7 @@ from runnerd_service.config import ServerConfig
 from runnerd_service.errors import FieldViolation, InvalidRequest
 from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.frontend.types import Event, Generation, OutputChunk, Started
+from runnerd_service.frontend.validation import MAX_NAME_CHARACTERS
 from runnerd_service.rpc import convert, replies
 from runnerd_service.rpc.runners import describe_runners
 from runnerd_spi import SPI_VERSION
@@ -103,16 +104,17 @@ class _RequestRecord:
         self.outcome = "cancelled"
         self._request_id = generation.request_id or "(refused)"
         self._num_outputs = _num_outputs(generation)
-        self._num_finished = 0
-        self._prompt_tokens = self._completion_tokens = 0
+        self._num_finished = self._prompt_tokens = 0
+        self._completion_tokens: dict[int, int] = {}
+        """By output index."""
         self._started = time.monotonic()
 
     def note(self, event: Event) -> None:
         if isinstance(event, Started):
             self._request_id, self._prompt_tokens = event.request_id, event.prompt_tokens
-        elif isinstance(event, OutputChunk) and event.finish is not None:
-            self._num_finished += 1
-            self._completion_tokens += event.finish.completion_tokens
+        elif isinstance(event, OutputChunk):
+            self._num_finished += event.finish is not None
+            self._completion_tokens[event.index] = event.num_tokens
 
     def check_complete(self) -> None:
         """Refuse to end a stream OK that is not whole.
@@ -126,12 +128,17 @@ class _RequestRecord:
     def log(self) -> None:
         logger.info(
             "request %s %s: %d prompt tokens, %d output tokens, %.3f s",
-            self._request_id,
+            _printable(self._request_id),
             self.outcome,
             self._prompt_tokens,
-            self._completion_tokens,
+            sum(self._completion_tokens.values()),
             time.monotonic() - self._started,
         )
+
+
+def _printable(name: str) -> str:
+    """Give a client's name as the log can hold it: within a line, and no longer than a name may be."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in name[:MAX_NAME_CHARACTERS])
 
 
 def _num_outputs(generation: Generation) -> int:
