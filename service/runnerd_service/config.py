@@ -45,6 +45,8 @@ class ServerConfig:
     """0 lets the system choose; the chosen one is printed."""
     unix_socket: str | None = None
     """Path; when set, it is served beside the port."""
+    metrics_port: int | None = None
+    """Port of the Prometheus metrics on ``host``; None: they are not served. 0 lets the system choose."""
     served_model_name: str | None = None
     """None: the model's own name."""
     chat_template: str | None = None

@@ -12,7 +12,14 @@ from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2
 from runnerd.v1.generation_pb2 import GenerateRequest
 from runnerd_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
 from runnerd_client.errors import from_rpc_error
-from runnerd_client.requests import Conversation, GenerateOptions, Prompt, generate_request, tokenize_request
+from runnerd_client.requests import (
+    Conversation,
+    GenerateOptions,
+    Prompt,
+    duration,
+    generate_request,
+    tokenize_request,
+)
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -132,6 +139,11 @@ class AsyncClient:
     async def runners(self, *, timeout: float | None = None) -> Sequence[server_pb2.RunnerInfo]:
         """List the runners that are installed at the server."""
         return (await self._call(self._server.ListRunners, server_pb2.ListRunnersRequest(), timeout)).runners
+
+    async def capture_trace(self, seconds: float, *, timeout: float | None = None) -> server_pb2.CaptureTraceResponse:
+        """Record the engine's steps for ``seconds``, at most 60; ``timeout`` is to be longer than that."""
+        request = server_pb2.CaptureTraceRequest(duration=duration(seconds))
+        return await self._call(self._server.CaptureTrace, request, timeout)
 
     async def _call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None

@@ -10,7 +10,14 @@ import grpc
 from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
 from runnerd_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
 from runnerd_client.errors import from_rpc_error
-from runnerd_client.requests import Conversation, GenerateOptions, Prompt, generate_request, tokenize_request
+from runnerd_client.requests import (
+    Conversation,
+    GenerateOptions,
+    Prompt,
+    duration,
+    generate_request,
+    tokenize_request,
+)
 
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
@@ -136,6 +143,11 @@ class Client:
     def runners(self, *, timeout: float | None = None) -> Sequence[server_pb2.RunnerInfo]:
         """List the runners that are installed at the server."""
         return self._call(self._server.ListRunners, server_pb2.ListRunnersRequest(), timeout).runners
+
+    def capture_trace(self, seconds: float, *, timeout: float | None = None) -> server_pb2.CaptureTraceResponse:
+        """Record the engine's steps for ``seconds``, at most 60; ``timeout`` is to be longer than that."""
+        request = server_pb2.CaptureTraceRequest(duration=duration(seconds))
+        return self._call(self._server.CaptureTrace, request, timeout)
 
     def _call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None

@@ -169,10 +169,7 @@ def _texts(value: Sequence[str] | None) -> Sequence[str] | None:
 
 
 def _stopping(options: GenerateOptions) -> pb.StoppingParams:
-    time_limit, limit = options.get("time_limit"), None
-    if time_limit is not None:
-        limit = Duration()
-        limit.FromNanoseconds(int(time_limit * 1e9))
+    time_limit = options.get("time_limit")
     return pb.StoppingParams(
         max_tokens=options.get("max_tokens"),
         min_tokens=options.get("min_tokens"),
@@ -180,8 +177,15 @@ def _stopping(options: GenerateOptions) -> pb.StoppingParams:
         stop_token_ids=options.get("stop_token_ids"),
         include_stop=options.get("include_stop"),
         ignore_eos=options.get("ignore_eos"),
-        time_limit=limit,
+        time_limit=None if time_limit is None else duration(time_limit),
     )
+
+
+def duration(seconds: float) -> Duration:
+    """Give a protobuf duration."""
+    message = Duration()
+    message.FromNanoseconds(int(seconds * 1e9))
+    return message
 
 
 def _output(options: GenerateOptions) -> pb.OutputOptions:

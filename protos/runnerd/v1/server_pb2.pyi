@@ -464,3 +464,52 @@ class RunnerOptionInfo(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["default_value", b"default_value", "help", b"help", "name", b"name", "type", b"type"]) -> None: ...
 
 Global___RunnerOptionInfo: typing_extensions.TypeAlias = RunnerOptionInfo
+
+@typing.final
+class CaptureTraceRequest(google.protobuf.message.Message):
+    """A recording to make."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DURATION_FIELD_NUMBER: builtins.int
+    @property
+    def duration(self) -> google.protobuf.duration_pb2.Duration:
+        """How long to record: above 0, at most 60 s."""
+
+    def __init__(
+        self,
+        *,
+        duration: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["duration", b"duration"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["duration", b"duration"]) -> None: ...
+
+Global___CaptureTraceRequest: typing_extensions.TypeAlias = CaptureTraceRequest
+
+@typing.final
+class CaptureTraceResponse(google.protobuf.message.Message):
+    """A recording."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TRACE_JSON_FIELD_NUMBER: builtins.int
+    NUM_STEPS_FIELD_NUMBER: builtins.int
+    NUM_DROPPED_STEPS_FIELD_NUMBER: builtins.int
+    trace_json: builtins.bytes
+    """JSON in the trace event format, which Perfetto (ui.perfetto.dev) and chrome://tracing show: tracks of host phases,
+    device steps, bubbles and copies. Holds the last 10,000 steps at most, about 13 MB.
+    """
+    num_steps: builtins.int
+    """Steps in it; 0 when the engine was idle."""
+    num_dropped_steps: builtins.int
+    """Steps before those, which were dropped for want of room."""
+    def __init__(
+        self,
+        *,
+        trace_json: builtins.bytes = ...,
+        num_steps: builtins.int = ...,
+        num_dropped_steps: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_dropped_steps", b"num_dropped_steps", "num_steps", b"num_steps", "trace_json", b"trace_json"]) -> None: ...
+
+Global___CaptureTraceResponse: typing_extensions.TypeAlias = CaptureTraceResponse

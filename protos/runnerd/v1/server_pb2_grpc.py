@@ -126,6 +126,11 @@ class ServerServiceStub(object):
                 request_serializer=runnerd_dot_v1_dot_server__pb2.ListRunnersRequest.SerializeToString,
                 response_deserializer=runnerd_dot_v1_dot_server__pb2.ListRunnersResponse.FromString,
                 _registered_method=True)
+        self.CaptureTrace = channel.unary_unary(
+                '/runnerd.v1.ServerService/CaptureTrace',
+                request_serializer=runnerd_dot_v1_dot_server__pb2.CaptureTraceRequest.SerializeToString,
+                response_deserializer=runnerd_dot_v1_dot_server__pb2.CaptureTraceResponse.FromString,
+                _registered_method=True)
 
 
 class ServerServiceServicer(object):
@@ -153,6 +158,14 @@ class ServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def CaptureTrace(self, request, context):
+        """Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
+        caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -170,6 +183,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.ListRunners,
                     request_deserializer=runnerd_dot_v1_dot_server__pb2.ListRunnersRequest.FromString,
                     response_serializer=runnerd_dot_v1_dot_server__pb2.ListRunnersResponse.SerializeToString,
+            ),
+            'CaptureTrace': grpc.unary_unary_rpc_method_handler(
+                    servicer.CaptureTrace,
+                    request_deserializer=runnerd_dot_v1_dot_server__pb2.CaptureTraceRequest.FromString,
+                    response_serializer=runnerd_dot_v1_dot_server__pb2.CaptureTraceResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -254,6 +272,33 @@ class ServerService(object):
             '/runnerd.v1.ServerService/ListRunners',
             runnerd_dot_v1_dot_server__pb2.ListRunnersRequest.SerializeToString,
             runnerd_dot_v1_dot_server__pb2.ListRunnersResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CaptureTrace(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/runnerd.v1.ServerService/CaptureTrace',
+            runnerd_dot_v1_dot_server__pb2.CaptureTraceRequest.SerializeToString,
+            runnerd_dot_v1_dot_server__pb2.CaptureTraceResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -131,7 +131,23 @@ _ServerServiceListRunnersType = typing_extensions.TypeVar(
     ],
 )
 
-class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerServiceGetLoadType, _ServerServiceListRunnersType]):
+_ServerServiceCaptureTraceType = typing_extensions.TypeVar(
+    '_ServerServiceCaptureTraceType',
+    grpc.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.CaptureTraceRequest,
+        runnerd.v1.server_pb2.CaptureTraceResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.CaptureTraceRequest,
+        runnerd.v1.server_pb2.CaptureTraceResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.CaptureTraceRequest,
+        runnerd.v1.server_pb2.CaptureTraceResponse,
+    ],
+)
+
+class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerServiceGetLoadType, _ServerServiceListRunnersType, _ServerServiceCaptureTraceType]):
     """The server."""
 
     @typing.overload
@@ -147,6 +163,10 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
         grpc.UnaryUnaryMultiCallable[
             runnerd.v1.server_pb2.ListRunnersRequest,
             runnerd.v1.server_pb2.ListRunnersResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            runnerd.v1.server_pb2.CaptureTraceRequest,
+            runnerd.v1.server_pb2.CaptureTraceResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -164,6 +184,10 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
             runnerd.v1.server_pb2.ListRunnersRequest,
             runnerd.v1.server_pb2.ListRunnersResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            runnerd.v1.server_pb2.CaptureTraceRequest,
+            runnerd.v1.server_pb2.CaptureTraceResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetServerInfo: _ServerServiceGetServerInfoType
@@ -174,6 +198,11 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
 
     ListRunners: _ServerServiceListRunnersType
     """Lists the installed runners and why one cannot be used."""
+
+    CaptureTrace: _ServerServiceCaptureTraceType
+    """Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
+    caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+    """
 
 ServerServiceAsyncStub: typing_extensions.TypeAlias = ServerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
@@ -187,6 +216,10 @@ ServerServiceAsyncStub: typing_extensions.TypeAlias = ServerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         runnerd.v1.server_pb2.ListRunnersRequest,
         runnerd.v1.server_pb2.ListRunnersResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.CaptureTraceRequest,
+        runnerd.v1.server_pb2.CaptureTraceResponse,
     ],
 ]
 
@@ -216,5 +249,15 @@ class ServerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[runnerd.v1.server_pb2.ListRunnersResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.ListRunnersResponse]]:
         """Lists the installed runners and why one cannot be used."""
+
+    @abc.abstractmethod
+    def CaptureTrace(
+        self,
+        request: runnerd.v1.server_pb2.CaptureTraceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[runnerd.v1.server_pb2.CaptureTraceResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.CaptureTraceResponse]]:
+        """Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
+        caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+        """
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

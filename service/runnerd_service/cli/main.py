@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from runnerd_service.cli import exit_codes, generate, inspect, serve
+from runnerd_service.cli import exit_codes, generate, inspect, serve, trace
 from runnerd_service.cli.connection import CallFailed
 from runnerd_service.errors import ConfigurationError, EngineStartFailed, RunnerdError
 from runnerd_spi import (
@@ -27,6 +27,7 @@ examples:
   runnerd generate "Why is the sky blue?"  stream an answer from the running server
   runnerd runners                          what is installed, and what it can do
   runnerd info                             model, set-up and load of the running server
+  runnerd trace -o trace.json              record the steps of the running server
 
 {exit_codes.HELP}
 """
@@ -59,6 +60,7 @@ def build_parser() -> argparse.ArgumentParser:
     for command in (serve, generate):
         command.add_parser(commands)
     inspect.add_parsers(commands)
+    trace.add_parser(commands)
     return parser
 
 

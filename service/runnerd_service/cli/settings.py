@@ -83,6 +83,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("host", "server", text, "address to listen on", "HOST"),
     Setting("port", "server", count(0, 65535), "TCP port; 0 takes a free one and prints it", "PORT"),
     Setting("unix-socket", "server", text, "path of a unix socket to serve beside the port, mode 0600", "PATH"),
+    Setting(
+        "metrics-port",
+        "server",
+        count(0, 65535),
+        "port of the Prometheus metrics, on the same host; 0 takes a free one and logs it (default: no metrics)",
+        "PORT",
+    ),
     Setting("served-model-name", "server", text, "name of the model in requests and answers", "NAME"),
     Setting("chat-template", "server", text, "path of a Jinja file to use instead of the model's template", "PATH"),
     Setting("max-n", "server", count(1), "most outputs of a request", "N"),

@@ -135,7 +135,7 @@ class Timeline:
 
     def start_trace(self) -> None:
         """Record from now on; a recording that goes on is dropped."""
-        self._recording = TraceRecording()
+        self._recording = TraceRecording(self._clock())
 
     def stop_trace(self) -> str:
         """End the recording and give it as JSON of :class:`~runnerd_service.engine.trace.Trace`; empty without one."""

@@ -44,22 +44,31 @@ class StepSpan(NamedTuple):
 class Trace(msgspec.Struct, frozen=True):
     """A recording as it crosses to the front process; times are ``time.monotonic_ns`` values of the engine process."""
 
+    begin_ns: int = 0
+    """When the recording began; spans may have begun before."""
     steps: tuple[StepSpan, ...] = ()
     host: tuple[HostSpan, ...] = ()
     num_dropped_steps: int = 0
 
 
 class TraceRecording:
-    """Takes spans while a trace is recorded."""
+    """Takes spans while a trace is recorded.
 
-    def __init__(self) -> None:
+    Args:
+        begin_ns: Now.
+    """
+
+    def __init__(self, begin_ns: int = 0) -> None:
+        self._begin_ns = begin_ns
         self._steps: deque[StepSpan] = deque(maxlen=MAX_STEPS)
         # Plain tuples of a HostSpan's fields: they are made several times per step.
         self._host: deque[tuple[str, int, int, int]] = deque(maxlen=_MAX_HOST_SPANS)
         self._num_steps = 0
 
     def add_step(self, span: StepSpan) -> None:
-        """Take a settled step."""
+        """Take a settled step; one that the device had ended before the recording began is passed over."""
+        if span.device_end_ns < self._begin_ns:
+            return
         self._steps.append(span)
         self._num_steps += 1
 
@@ -69,6 +78,10 @@ class TraceRecording:
 
     def to_json(self) -> str:
         """Give all as JSON of :class:`Trace`."""
-        num_dropped_steps = self._num_steps - len(self._steps)
-        fields = {"steps": tuple(self._steps), "host": tuple(self._host), "num_dropped_steps": num_dropped_steps}
+        fields = {
+            "begin_ns": self._begin_ns,
+            "steps": tuple(self._steps),
+            "host": tuple(self._host),
+            "num_dropped_steps": self._num_steps - len(self._steps),
+        }
         return msgspec.json.encode(fields).decode()

@@ -27,6 +27,7 @@ from runnerd_service.errors import (
 from runnerd_service.frontend.live import LiveRequest, LiveRequests
 from runnerd_service.frontend.loading import LoadedModel, load_model
 from runnerd_service.frontend.preparation import PreparedRequest, effort_of
+from runnerd_service.frontend.sight import CapturedTrace, TraceCapture, metrics_snapshot
 from runnerd_service.frontend.states import StateBoard
 from runnerd_service.frontend.stream import RequestStream
 from runnerd_service.frontend.types import (
@@ -38,6 +39,7 @@ from runnerd_service.frontend.types import (
     Started,
     Tokenized,
 )
+from runnerd_service.metrics import MetricsSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +68,7 @@ class Frontend:
         self._live = LiveRequests(config.engine.max_num_seqs, config.max_waiting)
         # Few, so that slow templates of clients hold up each other and nobody else.
         self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
+        self._traces = TraceCapture()
         self.last_error = ""
         """The engine's last error; empty if there was none."""
 
@@ -180,6 +183,22 @@ class Frontend:
             NotReady: The model loads or is gone.
         """
         return self._require_model(accepts_work=False).describe()
+
+    def metrics(self) -> MetricsSnapshot:
+        """Give the figures as they are now; may be called from any thread."""
+        return metrics_snapshot(self.load, self.engine_ready)
+
+    async def capture_trace(self, seconds: float) -> CapturedTrace:
+        """Record the engine's steps for ``seconds``, which are at most 60.
+
+        Raises:
+            InvalidRequest: ``seconds`` is out of range.
+            Overloaded: Another caller records.
+            NotReady: The model loads or is gone.
+            EngineFailed: The engine failed meanwhile.
+        """
+        self._require_model(accepts_work=False)
+        return await self._traces.capture(self._engine, seconds)
 
     async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 # requests are ended, the wait is not cancelled
         """Refuse new requests and wait for the live ones; give whether all ended by themselves.

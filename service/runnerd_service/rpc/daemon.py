@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.frontend.frontend import Frontend
+from runnerd_service.metrics import MetricsServer
 from runnerd_service.rpc.server import RpcServer
 
 logger = logging.getLogger(__name__)
@@ -75,29 +76,55 @@ async def serve(config: ServerConfig, hooks: Hooks, signals: Signals) -> bool:
     server = RpcServer(config, frontend)
     try:
         await server.start()
-        hooks.on_listening(server.addresses)
-        if not await _unless(signals.first, frontend.start(hooks.on_progress)):
-            logger.info("stopped while the model was loading")
-            return True
-        ready = frontend.engine_ready
-        assert ready is not None  # it has started
-        hooks.on_ready(
-            Ready(
-                model_name=frontend.describe_model().name,
-                addresses=server.addresses,
-                runner=config.engine.runner,
-                device=ready.device,
-                max_in_flight=ready.max_in_flight,
-            )
-        )
-        await signals.first.wait()
-        logger.info("draining: live requests have %g s to finish; a second signal stops at once", config.drain_seconds)
-        drained = await _unless(signals.second, frontend.drain(config.drain_seconds))
-        logger.info("drained" if drained else "stopping at once")
-        return drained
+        async with _metrics(config, frontend):
+            hooks.on_listening(server.addresses)
+            return await _load_and_serve(config, frontend, server, hooks, signals)
     finally:
         await server.stop(grace_seconds=1.0 if not signals.second.is_set() else 0.0)
         await frontend.close()
+
+
+async def _load_and_serve(
+    config: ServerConfig, frontend: Frontend, server: RpcServer, hooks: Hooks, signals: Signals
+) -> bool:
+    if not await _unless(signals.first, frontend.start(hooks.on_progress)):
+        logger.info("stopped while the model was loading")
+        return True
+    ready = frontend.engine_ready
+    assert ready is not None  # it has started
+    hooks.on_ready(
+        Ready(
+            model_name=frontend.describe_model().name,
+            addresses=server.addresses,
+            runner=config.engine.runner,
+            device=ready.device,
+            max_in_flight=ready.max_in_flight,
+        )
+    )
+    await signals.first.wait()
+    logger.info("draining: live requests have %g s to finish; a second signal stops at once", config.drain_seconds)
+    drained = await _unless(signals.second, frontend.drain(config.drain_seconds))
+    logger.info("drained" if drained else "stopping at once")
+    return drained
+
+
+@asynccontextmanager
+async def _metrics(config: ServerConfig, frontend: Frontend) -> AsyncIterator[None]:
+    """Serve metrics meanwhile, if they are asked for.
+
+    Raises:
+        ConfigurationError: They cannot be served there.
+    """
+    if config.metrics_port is None:
+        yield
+        return
+    # A thread: the standard library looks up the host's name as it binds.
+    metrics = await asyncio.to_thread(MetricsServer, config.host, config.metrics_port, frontend.metrics)
+    logger.info("metrics on %s", metrics.url)
+    try:
+        yield
+    finally:
+        await asyncio.to_thread(metrics.close)
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:

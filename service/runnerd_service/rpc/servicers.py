@@ -210,3 +210,12 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         """List the installed runners."""
         runners = await asyncio.to_thread(describe_runners)  # imports plug-in modules
         return server_pb2.ListRunnersResponse(runners=[replies.runner_info(one) for one in runners])
+
+    async def CaptureTrace(
+        self, request: server_pb2.CaptureTraceRequest, context: _Context
+    ) -> server_pb2.CaptureTraceResponse:
+        """Record the engine's steps."""
+        trace = await self._frontend.capture_trace(request.duration.ToNanoseconds() / 1e9)
+        return server_pb2.CaptureTraceResponse(
+            trace_json=trace.trace_json, num_steps=trace.num_steps, num_dropped_steps=trace.num_dropped_steps
+        )
