@@ -14,6 +14,9 @@ from runnerd_service.engine.kv_cache import BlockManager, IntegrityError, num_bl
 from runnerd_service.engine.request import RequestState, Status, order
 from runnerd_spi import Admit, BlockGrant, Release, Row, StepPlan
 
+# Looking a member up in its class costs a tenth of a microsecond, for each row of each step.
+_RUNNING, _FINISHED = Status.RUNNING, Status.FINISHED
+
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
@@ -139,7 +142,7 @@ class Scheduler:
         request.num_in_flight_rows -= 1
         if row.sample:
             request.num_in_flight_tokens -= 1
-        return request.status is not Status.FINISHED and request.epoch == row.epoch
+        return request.status is not _FINISHED and request.epoch == row.epoch
 
     def publish(self, request: RequestState, num_settled: int) -> None:
         """Share the full blocks among the first ``num_settled`` computed and settled tokens of a request."""
@@ -197,20 +200,27 @@ class Scheduler:
 
     def _schedule_decodes(self, draft: _Draft) -> list[RequestState]:
         """Add a row for each running request that lacks one token; gives those that lack more."""
-        prefills = []
-        size = self.blocks.block_size
+        prefills: list[RequestState] = []
+        rows, requests, size = draft.rows, draft.requests, self.blocks.block_size
         for request in tuple(self._running):
-            if request.status is not Status.RUNNING:  # preempted by one before it
+            if request.status is not _RUNNING:  # preempted by one before it
                 continue
             num_tokens = len(request.token_ids) + request.num_in_flight_tokens
             if num_tokens >= request.max_num_tokens:
                 continue
-            if num_tokens - request.num_computed_tokens > 1:
+            first = request.num_computed_tokens
+            if num_tokens - first > 1:
                 prefills.append(request)
                 continue
-            if request.num_computed_tokens == len(request.block_ids) * size and not self._grow(draft, request):
+            if first == len(request.block_ids) * size and not self._grow(draft, request):
                 continue
-            draft.add_row(request, 1, sample=True)
+            # Draft.add_row written out: this runs for every running request in every step.
+            rows.append(Row(request.slot, request.epoch, 1, first, True))
+            requests.append(request)
+            request.num_computed_tokens = first + 1
+            request.num_in_flight_rows += 1
+            request.num_in_flight_tokens += 1
+        draft.budget -= len(rows)
         return prefills
 
     def _schedule_prefill(self, draft: _Draft, request: RequestState) -> None:

@@ -12,6 +12,9 @@ from runnerd_service.engine.request import RequestState, Status
 from runnerd_service.engine.scheduler import ScheduledStep, Scheduler
 from runnerd_spi import Row, RowOutput, StepOutput, TokenLogprobs
 
+# Looking a member up in its class costs a tenth of a microsecond, for each row of each step.
+_RUNNING = Status.RUNNING
+
 
 class Settler:
     """Settles steps in the order of their launch.
@@ -35,14 +38,14 @@ class Settler:
                 f"contract violation: the runner answered step {plan.step_id} of {len(plan.rows)} rows "
                 f"with step {output.step_id} of {len(output.rows)} rows",
             )
-        outputs = []
+        scheduler, outputs = self._scheduler, []
         for request, row, result in zip(step.requests, plan.rows, output.rows, strict=True):
-            if self._scheduler.settle_row(request, row):
+            if scheduler.settle_row(request, row):
                 shown = self._settle_row(request, row, result)
                 if shown is not None:
                     outputs.append(shown)
-            if request.status is not Status.RUNNING:
-                self._scheduler.reclaim(request)
+            if request.status is not _RUNNING:
+                scheduler.reclaim(request)
         return outputs
 
     def fail(self, step: ScheduledStep, error: str) -> list[RequestOutput]:
