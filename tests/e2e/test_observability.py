@@ -171,8 +171,6 @@ def test_trace_refuses_what_it_cannot_do(address, capsys, tmp_path) -> None:
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_one_trace_is_recorded_at_a_time_and_a_cancelled_one_makes_room(live, eventually) -> None:
-    first = asyncio.create_task(live.client.capture_trace(50))
-
     refusals: list[OverloadedError] = []
 
     async def is_busy() -> bool:
@@ -183,8 +181,16 @@ async def test_one_trace_is_recorded_at_a_time_and_a_cancelled_one_makes_room(li
             return True
         return False
 
-    await eventually(is_busy)
-    assert 0 < refusals[0].retry_after <= 50
+    async def first_is_recorded() -> bool:
+        nonlocal first
+        if first.done():  # the question whether it is busy came first, and kept it out
+            first = asyncio.create_task(live.client.capture_trace(50))
+            await asyncio.sleep(0.05)
+        return await is_busy() and not first.done()
+
+    first = asyncio.create_task(asyncio.sleep(0))
+    await eventually(first_is_recorded)
+    assert 0 < refusals[-1].retry_after <= 50
     first.cancel()
 
     async def has_room() -> bool:
@@ -197,6 +203,16 @@ async def test_a_trace_is_refused_while_the_model_loads(serve) -> None:
     async with serve(load=False) as live:
         with pytest.raises(UnavailableError, match="loading"):
             await live.client.capture_trace(1)
+
+
+async def test_a_trace_ends_when_the_engine_fails(serve) -> None:
+    async with serve(options={"fail_at_step": "20", "step_seconds": "0.01"}) as live:
+        trace = asyncio.create_task(live.client.capture_trace(60))
+        with pytest.raises(UnavailableError):
+            await live.client.generate("x", max_tokens=500, ignore_eos=True)
+        async with asyncio.timeout(20):
+            with pytest.raises(UnavailableError):
+                await trace
 
 
 @pytest.mark.asyncio(loop_scope="module")

@@ -263,6 +263,16 @@ def test_busy_bubble_and_idle_time_add_up_on_the_simulated_device(depth: int) ->
     assert total <= wall
 
 
+def test_a_request_whose_last_token_is_launched_does_not_count_as_waiting_work() -> None:
+    with engine(2, step_seconds="0.001") as one:
+        one.add(AddRequest(0, (1, 2, 3), Sampling(), 1))
+        one.step()
+        time.sleep(0.05)  # the only step has ended on the device, and the engine has not heard of it
+        load = run(one, uid=1, max_tokens=1)
+    assert load.num_steps == 2
+    assert load.times.device_idle >= 0.045
+
+
 def test_counters_survive_the_socket() -> None:
     with engine(2) as one:
         load = run(one)

@@ -16,6 +16,8 @@ from runnerd_service.frontend.trace_events import trace_json
 from runnerd_service.metrics import MetricsSnapshot
 
 MAX_TRACE_SECONDS = 60.0
+_FAILURE_SEEN_SECONDS = 0.1
+"""How long a caller waits at most for nothing, when the engine fails meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +91,13 @@ class TraceCapture:
 
 
 async def _record(engine: EngineClient, seconds: float) -> str:
+    loop = asyncio.get_running_loop()
     try:
         await engine.call("start_trace")
-        await asyncio.sleep(seconds)
+        end_time = loop.time() + seconds
+        # A failure of the engine is a state that is told to one listener, who has other things to do.
+        while (remaining := end_time - loop.time()) > 0 and engine.failure is None:  # noqa: ASYNC110
+            await asyncio.sleep(min(remaining, _FAILURE_SEEN_SECONDS))
     finally:
         recorded = await engine.call("stop_trace")
     return recorded
