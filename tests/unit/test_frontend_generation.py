@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import pairwise
 from typing import Any
@@ -13,6 +13,7 @@ import pytest_asyncio
 
 from runnerd_service.config import EngineConfig, ServerConfig
 from runnerd_service.errors import DuplicateRequest, InvalidRequest, Overloaded, RequestAborted, RowFailed
+from runnerd_service.frontend.effort import effort_of
 from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.frontend.types import (
     ChatPrompt,
@@ -304,6 +305,60 @@ async def test_tokenize_tells_what_generate_would_see(frontend: Frontend) -> Non
         await frontend.detokenize((65, 300))
     with pytest.raises(InvalidRequest, match="text"):
         await frontend.tokenize("")
+
+
+async def turns_during(work: Coroutine[Any, Any, Any]) -> int:
+    """Give how often the event loop came round while ``work`` went on."""
+    task, turns = asyncio.create_task(work), 0
+    while not task.done():
+        await asyncio.sleep(0)
+        turns += 1
+    await task
+    return turns
+
+
+@pytest.mark.parametrize(
+    "generation",
+    [
+        ask([1] * 2000, max_tokens=1),
+        ask("x" * 5000, max_tokens=1),
+        ask("x", max_tokens=1, stop=[character * 1024 for character in "abcdefgh"]),
+        ask("x", max_tokens=1, bad_words=[f"word {number}" for number in range(1000)]),
+    ],
+    ids=["token ids", "text", "stop", "bad words"],
+)
+async def test_large_request_is_served(frontend: Frontend, generation: Generation) -> None:
+    assert finish_of(await events_of(frontend, generation)).completion_tokens == 1
+
+
+async def test_large_work_leaves_the_event_loop_to_others(frontend: Frontend) -> None:
+    assert await turns_during(frontend.detokenize([65] * 100_000)) > 10
+    assert await turns_during(frontend.tokenize("x" * 200_000)) > 10
+    small = await turns_during(frontend.detokenize([65]))
+    assert small < 10
+
+
+@pytest.mark.parametrize(
+    ("generation", "effort"),
+    [
+        (Generation("x" * 4000), "small"),
+        (Generation("x" * 4001), "large"),
+        (Generation([1] * 4001), "large"),
+        (Generation("x", stop=["y" * 1024] * 4), "large"),
+        (Generation("x", bad_words=["yy"] * 2001), "large"),
+        (Generation("x", allowed_token_ids=[1] * 4001), "large"),
+        (Generation("x", stop_token_ids=[1] * 4001), "large"),
+        (Generation("x", logit_bias=dict.fromkeys(range(4001), 1.0)), "large"),
+        (Generation(ChatPrompt(({"role": "user", "content": "x"},))), "small"),
+        (Generation(ChatPrompt(({"role": "user", "content": "x" * 4001},))), "large"),
+        (Generation(ChatPrompt(({"role": "user", "content": ""},) * 4001)), "large"),
+        (Generation(ChatPrompt(({"role": "user", "content": "x"},), tools=({},))), "large"),
+        (Generation(ChatPrompt(({"role": "user", "content": "x"},), template_kwargs={"a": 1})), "large"),
+        (Generation(ChatPrompt(({"role": "user", "content": "x"},), chat_template="x")), "foreign"),
+    ],
+)
+async def test_effort_is_told_by_size(generation: Generation, effort: str) -> None:
+    assert effort_of(generation) == effort
 
 
 async def test_long_prompt_is_served_while_others_go_on(frontend: Frontend) -> None:

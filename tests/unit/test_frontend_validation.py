@@ -94,6 +94,13 @@ def fields(generation: Generation, served: ServedModel = SERVED) -> list[str]:
         ("cache_salt", "x" * 129, "cache_salt"),
         ("priority", 2**31, "priority"),
         ("max_prompt_tokens", 0, "prompt_options.max_prompt_tokens"),
+        ("bad_words", ("x" * 1025,), "sampling.bad_words[0]"),
+        # Of a list that is too long only that is told, however many of its items are wrong.
+        ("bad_words", ("",) * 1025, "sampling.bad_words"),
+        ("stop", ("",) * 1_000_000, "stopping.stop"),
+        ("allowed_token_ids", (999,) * 258, "sampling.allowed_token_ids"),
+        ("stop_token_ids", (999,) * 258, "stopping.stop_token_ids"),
+        ("logit_bias", dict.fromkeys(range(258), math.nan), "sampling.logit_bias"),
     ],
 )
 def test_wrong_value_is_refused_by_the_name_of_its_field(name: str, value: Any, field: str) -> None:
@@ -115,6 +122,10 @@ def test_wrong_value_is_refused_by_the_name_of_its_field(name: str, value: Any, 
         ("max_tokens", 62),
         ("min_tokens", 62),
         ("stop", ("a", "b" * 1024, "c")),
+        ("bad_words", ("b" * 1024,) * 1024),
+        ("allowed_token_ids", tuple(range(257))),
+        ("stop_token_ids", tuple(range(257))),
+        ("logit_bias", dict.fromkeys(range(257), 1.0)),
         ("n", 8),
         ("logprobs", 5),
         ("logprobs", 0),
@@ -191,6 +202,42 @@ def test_all_violations_are_told_at_once() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"allowed_token_ids": (65,), "bad_words": ("B", "A")}, "sampling.allowed_token_ids"),
+        ({"allowed_token_ids": (256,), "min_tokens": 1}, "sampling.allowed_token_ids"),
+        ({"allowed_token_ids": (65, 66), "stop_token_ids": (66, 65), "min_tokens": 3}, "sampling.allowed_token_ids"),
+        ({"stop_token_ids": tuple(range(256)), "min_tokens": 1}, "sampling.bad_words"),
+    ],
+)
+def test_options_that_leave_no_token_to_choose_are_refused(options: dict[str, Any], field: str) -> None:
+    (found,) = violations(Generation("hi", **options))
+
+    assert found.field == field
+    assert "stopping.min_tokens" in found.description
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"allowed_token_ids": (65, 67), "bad_words": ("A",)},
+        {"allowed_token_ids": (65,), "bad_words": ("AA",)},  # it is banned after another only
+        {"allowed_token_ids": (256,)},
+        {"allowed_token_ids": (256,), "min_tokens": 1, "ignore_eos": True},
+        {"stop_token_ids": tuple(range(257))},
+    ],
+)
+def test_options_that_leave_a_token_to_choose_are_taken(options: dict[str, Any]) -> None:
+    assert prepare(Generation("hi", **options)).prompt_token_ids
+
+
+def test_no_more_violations_are_kept_than_anybody_reads() -> None:
+    parts = [{"type": "image", "url": "u"}] * 10_000
+
+    assert len(violations(Generation(ChatPrompt(({"role": "user", "content": parts},))))) == 256
+
+
 def test_minimum_above_the_maximum_is_refused() -> None:
     assert fields(Generation("hi", max_tokens=3, min_tokens=4)) == ["stopping.min_tokens"]
 
@@ -257,6 +304,7 @@ def test_another_model_is_not_found() -> None:
     [
         (ChatPrompt(()), "chat.messages"),
         (ChatPrompt(({"role": "", "content": "x"},)), "chat.messages[0].role"),
+        (ChatPrompt(({"role": "", "content": "x"},) * 65), "chat.messages"),  # the model takes 64 tokens
         (
             ChatPrompt(({"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image", "url": "u"}]},)),
             "chat.messages[0].parts[1]",

@@ -240,7 +240,7 @@ class ChatPrompt(google.protobuf.message.Message):
     """A Jinja template to use instead of the model's own. Default: the model's own."""
     @property
     def messages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___ChatMessage]:
-        """The messages, oldest first. At least one."""
+        """The messages, oldest first. 1 to max_model_len."""
 
     @property
     def tools(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[google.protobuf.struct_pb2.Struct]:
@@ -434,15 +434,17 @@ class SamplingParams(google.protobuf.message.Message):
     """Beam search with this many beams. Range: at least 1. Default: 1 (off)."""
     @property
     def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
-        """Token id to a value added to its logit. Values: -100 to 100. Default: none."""
+        """Token id to a value added to its logit. Up to vocab_size entries. Values: -100 to 100. Default: none."""
 
     @property
     def allowed_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """Choose among these token ids only. Default: all."""
+        """Choose among these token ids only. Up to vocab_size. Default: all."""
 
     @property
     def bad_words(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
-        """Words or phrases that never appear; each is tokenized with and without a leading space. Default: none."""
+        """Words or phrases that never appear; each is tokenized with and without a leading space.
+        Up to 1024, each of 1 to 1024 characters. Default: none.
+        """
 
     def __init__(
         self,
@@ -515,7 +517,7 @@ class StoppingParams(google.protobuf.message.Message):
 
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """End after one of these tokens; its text is cut from the output. Default: none."""
+        """End after one of these tokens; its text is cut from the output. Up to vocab_size. Default: none."""
 
     @property
     def time_limit(self) -> google.protobuf.duration_pb2.Duration:

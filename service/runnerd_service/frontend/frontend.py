@@ -24,9 +24,10 @@ from runnerd_service.errors import (
     RowFailed,
     RunnerdError,
 )
+from runnerd_service.frontend.effort import Effort, effort_of, effort_of_prompt
 from runnerd_service.frontend.live import LiveRequest, LiveRequests
 from runnerd_service.frontend.loading import LoadedModel, load_model
-from runnerd_service.frontend.preparation import PreparedRequest, effort_of
+from runnerd_service.frontend.preparation import PreparedRequest
 from runnerd_service.frontend.sight import CapturedTrace, TraceCapture, metrics_snapshot
 from runnerd_service.frontend.states import StateBoard
 from runnerd_service.frontend.stream import RequestStream
@@ -136,7 +137,7 @@ class Frontend:
         live = self._live.begin(generation.request_id)
         timer: asyncio.TimerHandle | None = None
         try:
-            request = await self._run(generation.prompt, lambda: model.preparer.prepare(generation))
+            request = await self._run(effort_of(generation), lambda: model.preparer.prepare(generation))
             stream = self._submit(model, live, request)
             if request.time_limit_seconds is not None:
                 loop = asyncio.get_running_loop()
@@ -164,7 +165,7 @@ class Frontend:
         """
         preparer = self._require_model(accepts_work=False).preparer
         add = add_special_tokens is not False
-        return await self._run(prompt, lambda: preparer.tokenize(prompt, add_special_tokens=add))
+        return await self._run(effort_of_prompt(prompt), lambda: preparer.tokenize(prompt, add_special_tokens=add))
 
     async def detokenize(self, token_ids: Sequence[int], skip_special_tokens: bool | None = None) -> str:
         """Give the text of token ids; invalid UTF-8 shows as U+FFFD.
@@ -174,7 +175,10 @@ class Frontend:
             NotReady: The model loads or is gone.
         """
         preparer = self._require_model(accepts_work=False).preparer
-        return preparer.detokenize(token_ids, skip_special_tokens=skip_special_tokens is not False)
+        skip = skip_special_tokens is not False
+        return await self._run(
+            effort_of_prompt(token_ids), lambda: preparer.detokenize(token_ids, skip_special_tokens=skip)
+        )
 
     def describe_model(self) -> ModelDescription:
         """Describe the served model.
@@ -236,9 +240,8 @@ class Frontend:
             raise NotReady(_SHUTTING_DOWN, retry_after_seconds=_DRAINING_RETRY_SECONDS)
         return self._model
 
-    async def _run(self, prompt: str | Sequence[int] | ChatPrompt, work: Callable[[], _Result]) -> _Result:
-        """Do the work on ``prompt`` where it holds up nobody: the tokenizer leaves the interpreter to other threads."""
-        effort = effort_of(prompt)
+    async def _run(self, effort: Effort, work: Callable[[], _Result]) -> _Result:
+        """Do the work where it holds up nobody: the tokenizer leaves the interpreter to other threads."""
         if effort == "small":
             return work()
         threads = self._template_threads if effort == "foreign" else None

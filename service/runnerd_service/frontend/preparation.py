@@ -8,7 +8,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import msgspec
 
@@ -21,12 +20,12 @@ from runnerd_service.frontend.types import ChatPrompt, Generation, Tokenized
 from runnerd_service.frontend.validation import (
     ServedModel,
     Violations,
+    check_choice,
     check_conversation,
     check_options,
     check_token_ids,
 )
 
-_LONG_CHARACTERS = 4_000
 _MASK = 2**64 - 1
 
 
@@ -87,20 +86,6 @@ def output_seed(seed: int, index: int) -> int:
     return mixed ^ (mixed >> 31)
 
 
-Effort = Literal["small", "large", "foreign"]
-"""``small``: a few milliseconds at most. ``large``: too much for the event loop. ``foreign``: a client's template."""
-
-
-def effort_of(prompt: str | Sequence[int] | ChatPrompt) -> Effort:
-    """Give what it takes to make tokens of ``prompt``."""
-    if isinstance(prompt, ChatPrompt):
-        if prompt.chat_template is not None:
-            return "foreign"
-        num_characters = sum(len(str(message.get("content"))) for message in prompt.messages)
-        return "large" if num_characters > _LONG_CHARACTERS else "small"
-    return "large" if isinstance(prompt, str) and len(prompt) > _LONG_CHARACTERS else "small"
-
-
 class Preparer:
     """Prepares requests for one model.
 
@@ -133,7 +118,12 @@ class Preparer:
             self._check_room(generation, len(token_ids), violations)
         if violations.found:
             raise InvalidRequest(*violations.found)
-        return self._request(generation, tuple(token_ids))
+        request = self._request(generation, tuple(token_ids))
+        ending_ids = (*request.eos_token_ids, *request.stop_token_ids)
+        check_choice(request.sampling, ending_ids, self._served.vocab_size, violations)
+        if violations.found:
+            raise InvalidRequest(*violations.found)
+        return request
 
     def tokenize(self, prompt: str | ChatPrompt, *, add_special_tokens: bool) -> Tokenized:
         """Give the token ids that :meth:`prepare` would give the engine.

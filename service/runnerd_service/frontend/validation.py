@@ -8,18 +8,25 @@ becomes tokens (:mod:`runnerd_service.frontend.preparation`). This module knows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, fields
+from functools import cache
+from typing import TypeVar
 
+from runnerd_service.engine.messages import Sampling
 from runnerd_service.errors import FieldViolation
 from runnerd_service.frontend.types import ChatPrompt, Generation
 from runnerd_spi import RunnerCapabilities, RunnerError, list_runners, load_runner
 
 MAX_NAME_CHARACTERS = 128
-MAX_STOP_CHARACTERS = 1024
+MAX_TEXT_CHARACTERS = 1024
+"""Of a stop string or bad word."""
+MAX_BAD_WORDS = 1024
 _MAX_ITEMS_SHOWN = 16
 """Violations reported of one list; the rest is counted."""
+_MAX_VIOLATIONS = 256
 _INT32 = range(-(2**31), 2**31)
+_Key = TypeVar("_Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +52,14 @@ class Violations:
         self.found: list[FieldViolation] = []
 
     def add(self, field: str, description: str) -> None:
-        """Note a violation of ``field``."""
-        self.found.append(FieldViolation(field, description))
+        """Note a violation of ``field``; many are enough to refuse a request, further ones are not kept."""
+        if len(self.found) < _MAX_VIOLATIONS:
+            self.found.append(FieldViolation(field, description))
 
-    def add_items(self, field: str, wrong: Iterable[tuple[object, str]]) -> None:
-        """Note violations of items of a list or map: (index or key, description)."""
-        wrong = list(wrong)
-        for key, description in wrong[:_MAX_ITEMS_SHOWN]:
-            self.add(f"{field}[{key}]", description)
+    def add_items(self, field: str, wrong: Sequence[_Key], describe: Callable[[_Key], str]) -> None:
+        """Note violations of items of a list or map, by index or key."""
+        for key in wrong[:_MAX_ITEMS_SHOWN]:
+            self.add(f"{field}[{key}]", describe(key))
         if len(wrong) > _MAX_ITEMS_SHOWN:
             self.add(field, f"{len(wrong) - _MAX_ITEMS_SHOWN} further items are wrong")
 
@@ -71,9 +78,28 @@ def check_options(generation: Generation, served: ServedModel, violations: Viola
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int, violations: Violations) -> None:
     """Note the ids that are outside the vocabulary."""
     if token_ids and not (min(token_ids) >= 0 and max(token_ids) < vocab_size):
-        expected = f"expected 0 to {vocab_size - 1}"
-        wrong = ((i, f"got {one}, {expected}") for i, one in enumerate(token_ids) if not 0 <= one < vocab_size)
-        violations.add_items(field, wrong)
+        wrong = [index for index, one in enumerate(token_ids) if not 0 <= one < vocab_size]
+        violations.add_items(field, wrong, lambda index: f"got {token_ids[index]}, expected 0 to {vocab_size - 1}")
+
+
+def check_choice(sampling: Sampling, ending_ids: Collection[int], vocab_size: int, violations: Violations) -> None:
+    """Note that no token could be chosen for the first output position, which no runner can compute.
+
+    Args:
+        sampling: What was asked for, bad words as token ids.
+        ending_ids: EOS and stop tokens, which ``min_tokens`` bans.
+        vocab_size: Token ids are below this.
+        violations: Takes what is found.
+    """
+    banned = {ids[0] for ids in sampling.bad_words_token_ids if len(ids) == 1}
+    if sampling.min_tokens:
+        banned.update(ending_ids)
+    why = "is banned by sampling.bad_words, or would end the output before stopping.min_tokens; leave one of these out"
+    if sampling.allowed_token_ids is None:
+        if len(banned) >= vocab_size:
+            violations.add("sampling.bad_words", f"each token of the vocabulary {why}")
+    elif banned.issuperset(sampling.allowed_token_ids):
+        violations.add("sampling.allowed_token_ids", f"each of them {why}")
 
 
 class _Checker:
@@ -105,22 +131,23 @@ class _Checker:
         self._number("sampling.beam_width", g.beam_width, "at least 1", lambda v: v >= 1)
 
     def token_choices(self, generation: Generation) -> None:
-        vocab_size = self._served.vocab_size
-        wrong = [
-            (one, f"got the value {value}, expected -100 to 100")
-            for one, value in generation.logit_bias.items()
-            if not -100 <= value <= 100
-        ]
-        wrong += [
-            (one, f"not a token id, expected 0 to {vocab_size - 1}")
-            for one in generation.logit_bias
-            if not 0 <= one < vocab_size
-        ]
-        self._violations.add_items("sampling.logit_bias", wrong)
-        check_token_ids("sampling.allowed_token_ids", generation.allowed_token_ids, vocab_size, self._violations)
-        check_token_ids("stopping.stop_token_ids", generation.stop_token_ids, vocab_size, self._violations)
-        empty = ((i, "got an empty text") for i, word in enumerate(generation.bad_words) if not word)
-        self._violations.add_items("sampling.bad_words", empty)
+        vocab_size, bias = self._served.vocab_size, generation.logit_bias
+        if self._at_most("sampling.logit_bias", len(bias), vocab_size, "tokens"):
+            unbounded = [one for one, value in bias.items() if not -100 <= value <= 100]
+            self._violations.add_items(
+                "sampling.logit_bias", unbounded, lambda one: f"got the value {bias[one]}, expected -100 to 100"
+            )
+            unknown = [one for one in bias if not 0 <= one < vocab_size]
+            self._violations.add_items(
+                "sampling.logit_bias", unknown, lambda _: f"not a token id, expected 0 to {vocab_size - 1}"
+            )
+        for field, token_ids in (
+            ("sampling.allowed_token_ids", generation.allowed_token_ids),
+            ("stopping.stop_token_ids", generation.stop_token_ids),
+        ):
+            if self._at_most(field, len(token_ids), vocab_size, "token ids"):
+                check_token_ids(field, token_ids, vocab_size, self._violations)
+        self._texts("sampling.bad_words", generation.bad_words, MAX_BAD_WORDS)
 
     def stopping(self, generation: Generation) -> None:
         g = generation
@@ -131,16 +158,7 @@ class _Checker:
             self._violations.add(
                 "stopping.min_tokens", f"got {g.min_tokens}, expected at most max_tokens, which is {g.max_tokens}"
             )
-        if len(g.stop) > self._served.max_stop_strings:
-            self._violations.add(
-                "stopping.stop", f"got {len(g.stop)} texts, this server takes at most {self._served.max_stop_strings}"
-            )
-        wrong = (
-            (i, f"got a text of {len(stop)} characters, expected 1 to {MAX_STOP_CHARACTERS}")
-            for i, stop in enumerate(g.stop)
-            if not 1 <= len(stop) <= MAX_STOP_CHARACTERS
-        )
-        self._violations.add_items("stopping.stop", wrong)
+        self._texts("stopping.stop", g.stop, self._served.max_stop_strings)
 
     def output(self, generation: Generation) -> None:
         g, most = generation, self._served.max_logprobs
@@ -191,6 +209,20 @@ class _Checker:
         if all(one.field != field for one in self._violations.found):
             self._violations.add(field, description)
 
+    def _texts(self, field: str, texts: Sequence[str], most: int) -> None:
+        if self._at_most(field, len(texts), most, "texts"):
+            wrong = [index for index, one in enumerate(texts) if not 1 <= len(one) <= MAX_TEXT_CHARACTERS]
+            expected = f"expected 1 to {MAX_TEXT_CHARACTERS}"
+            self._violations.add_items(
+                field, wrong, lambda index: f"got a text of {len(texts[index])} characters, {expected}"
+            )
+
+    def _at_most(self, field: str, got: int, most: int, what: str) -> bool:
+        """Note a list that is too long, and only that: its items may be millions."""
+        if got > most:
+            self._violations.add(field, f"got {got} {what}, this server takes at most {most}")
+        return got <= most
+
     def _number(self, field: str, value: float | None, expected: str, holds: Callable[[float], bool]) -> None:
         if value is not None and not (math.isfinite(value) and holds(value)):
             self._violations.add(field, f"got {value}, expected {expected}")
@@ -200,6 +232,10 @@ def check_conversation(chat: ChatPrompt, served: ServedModel, violations: Violat
     """Note what is wrong with a conversation before it is rendered."""
     if not chat.messages:
         violations.add("chat.messages", "got none, expected at least one message")
+    if len(chat.messages) > served.max_model_len:
+        most = f"the model takes at most {served.max_model_len} tokens; leave old messages out"
+        violations.add("chat.messages", f"got {len(chat.messages)} messages, {most}")
+        return
     for index, message in enumerate(chat.messages):
         if not message.get("role"):
             violations.add(f"chat.messages[{index}].role", "is empty, expected such as user, assistant or system")
@@ -214,7 +250,7 @@ def check_conversation(chat: ChatPrompt, served: ServedModel, violations: Violat
 
 def not_served(runner: str, capability: str) -> str:
     """Say that ``runner`` lacks ``capability``, and which installed runners have it."""
-    others = [name for name in _installed() if name != runner and _serves(name, capability)]
+    others = [name for name in _runners_that_serve(capability) if name != runner]
     remedy = (
         f"runners here that do: {', '.join(others)}" if others else "nor does another runner that is installed here"
     )
@@ -227,8 +263,9 @@ def capability_map(capabilities: RunnerCapabilities) -> dict[str, str]:
     return {field.name: values[field.name] for field in fields(capabilities) if field.type == "Support"}
 
 
-def _installed() -> list[str]:
-    return sorted({listing.name for listing in list_runners()})
+@cache  # looks through all installed distributions; those of a process do not change
+def _runners_that_serve(capability: str) -> tuple[str, ...]:
+    return tuple(name for name in sorted({listing.name for listing in list_runners()}) if _serves(name, capability))
 
 
 def _serves(runner: str, capability: str) -> bool:

@@ -14,12 +14,12 @@ from google.protobuf import struct_pb2
 from google.protobuf.message import Message
 
 from runnerd.v1 import generation_pb2, inference_pb2
-from runnerd_service.errors import FieldViolation, InvalidRequest
+from runnerd_service.errors import InvalidRequest
 from runnerd_service.frontend.types import ChatPrompt, Generation
+from runnerd_service.frontend.validation import Violations
 
 _T = TypeVar("_T")
 _Truncation = Literal["none", "left", "right"]
-_Violations = list[FieldViolation]
 
 _TRUNCATION: Mapping[int, _Truncation | None] = {
     generation_pb2.TRUNCATION_SIDE_UNSPECIFIED: None,
@@ -40,7 +40,7 @@ def to_generation(request: generation_pb2.GenerateRequest) -> Generation:
     Raises:
         InvalidRequest: No prompt, or a field that has no meaning; all violations at once.
     """
-    violations: _Violations = []
+    violations = Violations()
     options, sampling, stopping, output = request.prompt_options, request.sampling, request.stopping, request.output
     generation = Generation(
         prompt=_prompt(request, violations),
@@ -82,8 +82,8 @@ def to_generation(request: generation_pb2.GenerateRequest) -> Generation:
         adapter=_optional(request, "adapter", request.adapter),
         cache_salt=_optional(request, "cache_salt", request.cache_salt),
     )
-    if violations:
-        raise InvalidRequest(*violations)
+    if violations.found:
+        raise InvalidRequest(*violations.found)
     return generation
 
 
@@ -93,14 +93,14 @@ def tokenize_prompt(request: inference_pb2.TokenizeRequest) -> str | ChatPrompt:
     Raises:
         InvalidRequest: No prompt, or a chat message that has no meaning.
     """
-    violations: _Violations = []
+    violations = Violations()
     prompt: str | ChatPrompt = request.text
     if request.HasField("chat"):
         prompt = _chat(request.chat, violations)
     elif not request.HasField("text"):
-        violations.append(FieldViolation("prompt", "no prompt was given; set one of text, chat"))
-    if violations:
-        raise InvalidRequest(*violations)
+        violations.add("prompt", "no prompt was given; set one of text, chat")
+    if violations.found:
+        raise InvalidRequest(*violations.found)
     return prompt
 
 
@@ -118,51 +118,49 @@ def _optional(message: Message, field: str, value: _T) -> _T | None:
     return value if message.HasField(field) else None
 
 
-def _enum(field: str, number: int, meanings: Mapping[int, _T], default: _T, violations: _Violations) -> _T:
+def _enum(field: str, number: int, meanings: Mapping[int, _T], default: _T, violations: Violations) -> _T:
     if number in meanings:
         return meanings[number]
     known = f"{min(meanings)} to {max(meanings)}"
-    violations.append(FieldViolation(field, f"got the enum number {number}, expected {known}"))
+    violations.add(field, f"got the enum number {number}, expected {known}")
     return default
 
 
-def _time_limit(stopping: generation_pb2.StoppingParams, violations: _Violations) -> float | None:
+def _time_limit(stopping: generation_pb2.StoppingParams, violations: Violations) -> float | None:
     if not stopping.HasField("time_limit"):
         return None
     seconds, nanos = stopping.time_limit.seconds, stopping.time_limit.nanos
     if abs(nanos) >= 10**9 or seconds * nanos < 0:
         got = f"got {seconds} seconds and {nanos} nanos, expected nanos of the same sign and below 1e9"
-        violations.append(FieldViolation("stopping.time_limit", got))
+        violations.add("stopping.time_limit", got)
         return None
     return seconds + nanos / 1e9
 
 
-def _prompt(request: generation_pb2.GenerateRequest, violations: _Violations) -> str | Sequence[int] | ChatPrompt:
+def _prompt(request: generation_pb2.GenerateRequest, violations: Violations) -> str | Sequence[int] | ChatPrompt:
     if request.HasField("text"):
         return request.text
     if request.HasField("token_ids"):
         return tuple(request.token_ids.ids)
     if request.HasField("chat"):
         return _chat(request.chat, violations)
-    violations.append(FieldViolation("prompt", "no prompt was given; set one of text, token_ids, chat"))
+    violations.add("prompt", "no prompt was given; set one of text, token_ids, chat")
     return ""
 
 
-def _guide(request: generation_pb2.GenerateRequest, violations: _Violations) -> str | None:
+def _guide(request: generation_pb2.GenerateRequest, violations: Violations) -> str | None:
     if not request.HasField("guided_decoding"):
         return None
     kind = request.guided_decoding.WhichOneof("guide")
     if kind is None:
-        violations.append(
-            FieldViolation("guided_decoding", "no guide was given; set one kind or leave the field unset")
-        )
+        violations.add("guided_decoding", "no guide was given; set one kind or leave the field unset")
         return None
     if kind == "json_object" and not request.guided_decoding.json_object:
         return None
     return kind
 
 
-def _chat(chat: generation_pb2.ChatPrompt, violations: _Violations) -> ChatPrompt:
+def _chat(chat: generation_pb2.ChatPrompt, violations: Violations) -> ChatPrompt:
     return ChatPrompt(
         messages=tuple(
             _message(f"chat.messages[{index}]", message, violations) for index, message in enumerate(chat.messages)
@@ -175,9 +173,9 @@ def _chat(chat: generation_pb2.ChatPrompt, violations: _Violations) -> ChatPromp
     )
 
 
-def _message(path: str, message: generation_pb2.ChatMessage, violations: _Violations) -> Mapping[str, Any]:
+def _message(path: str, message: generation_pb2.ChatMessage, violations: Violations) -> Mapping[str, Any]:
     if message.content and message.parts:
-        violations.append(FieldViolation(f"{path}.parts", "content and parts are both set; set one of them"))
+        violations.add(f"{path}.parts", "content and parts are both set; set one of them")
     converted: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.parts:
         converted["content"] = [
@@ -192,23 +190,23 @@ def _message(path: str, message: generation_pb2.ChatMessage, violations: _Violat
     return converted
 
 
-def _part(path: str, part: generation_pb2.ContentPart, violations: _Violations) -> Mapping[str, Any]:
+def _part(path: str, part: generation_pb2.ContentPart, violations: Violations) -> Mapping[str, Any]:
     if part.HasField("image_url"):
         return {"type": "image", "url": part.image_url}
     if not part.HasField("text"):
-        violations.append(FieldViolation(path, "an empty part was given; set one of text, image_url"))
+        violations.add(path, "an empty part was given; set one of text, image_url")
     return {"type": "text", "text": part.text}
 
 
-def _structs(path: str, structs: Iterable[struct_pb2.Struct], violations: _Violations) -> tuple[Mapping[str, Any], ...]:
+def _structs(path: str, structs: Iterable[struct_pb2.Struct], violations: Violations) -> tuple[Mapping[str, Any], ...]:
     return tuple(_struct(f"{path}[{index}]", struct, violations) for index, struct in enumerate(structs))
 
 
-def _struct(path: str, struct: struct_pb2.Struct, violations: _Violations) -> dict[str, Any]:
+def _struct(path: str, struct: struct_pb2.Struct, violations: Violations) -> dict[str, Any]:
     return {name: _value(f"{path}.{name}", value, violations) for name, value in struct.fields.items()}
 
 
-def _value(path: str, value: struct_pb2.Value, violations: _Violations) -> Any:
+def _value(path: str, value: struct_pb2.Value, violations: Violations) -> Any:
     match value.WhichOneof("kind"):
         case "struct_value":
             return _struct(path, value.struct_value, violations)
@@ -225,8 +223,8 @@ def _value(path: str, value: struct_pb2.Value, violations: _Violations) -> Any:
             return None
 
 
-def _number(path: str, number: float, violations: _Violations) -> float | int:
+def _number(path: str, number: float, violations: Violations) -> float | int:
     """Turn 3.0 into 3: a Struct has floats only, and templates print what they get."""
     if not math.isfinite(number):
-        violations.append(FieldViolation(path, f"got {number}, expected a number that JSON has"))
+        violations.add(path, f"got {number}, expected a number that JSON has")
     return int(number) if number.is_integer() else number

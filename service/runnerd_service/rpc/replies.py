@@ -16,6 +16,7 @@ from runnerd_service.frontend.types import (
     PromptRecords,
     ServerState,
     Started,
+    Tokenized,
     TokenRecord,
 )
 from runnerd_service.rpc.runners import RunnerDescription
@@ -30,6 +31,7 @@ _SUPPORT = {
     "host_sync": server_pb2.SUPPORT_HOST_SYNC,
     "device": server_pb2.SUPPORT_DEVICE,
 }
+_PIECE_TOKENS = 10_000
 _STATES: Mapping[ServerState, server_pb2.ServerState.ValueType] = {
     "loading": server_pb2.SERVER_STATE_LOADING,
     "serving": server_pb2.SERVER_STATE_SERVING,
@@ -94,6 +96,15 @@ class Collector:
             self._outputs[index].text = "".join(self._texts[index])
             self._response.outputs.append(self._outputs[index])
         return self._response
+
+
+def tokens(tokenized: Tokenized) -> inference_pb2.TokenizeResponse:
+    """Give the tokens of a prompt; in pieces, between which other threads have their turn."""
+    response = inference_pb2.TokenizeResponse(max_model_len=tokenized.max_model_len)
+    for begin in range(0, len(tokenized.ids), _PIECE_TOKENS):
+        response.ids.extend(tokenized.ids[begin : begin + _PIECE_TOKENS])
+        response.tokens.extend(tokenized.tokens[begin : begin + _PIECE_TOKENS])
+    return response
 
 
 def finish(end: Finish) -> generation_pb2.Finish:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 
 from runnerd.v1 import generation_pb2, inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
 from runnerd_service.config import ServerConfig
@@ -26,6 +27,12 @@ from runnerd_spi import SPI_VERSION
 logger = logging.getLogger(__name__)
 
 _Context = grpc.aio.ServicerContext[Any, Any]
+_Request = TypeVar("_Request", bound=Message)
+_Result = TypeVar("_Result")
+
+_LARGE_BYTES = 64 * 1024
+"""Larger requests take milliseconds to convert, and more: that is done in a thread."""
+_MANY_TOKENS = 10_000
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -42,7 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> inference_pb2.GenerateResponse:
         """Gather all events and answer once."""
-        generation = replace(convert.to_generation(request), cumulative=False)
+        generation = replace(await _converted(convert.to_generation, request), cumulative=False)
         collector = replies.Collector()
         async with aclosing(self._events(generation)) as events:
             async for event in events:
@@ -53,7 +60,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
         """Send a message per event."""
-        async with aclosing(self._events(convert.to_generation(request))) as events:
+        async with aclosing(self._events(await _converted(convert.to_generation, request))) as events:
             async for event in events:
                 yield replies.stream_message(event)
 
@@ -67,11 +74,11 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: inference_pb2.TokenizeRequest, context: _Context
     ) -> inference_pb2.TokenizeResponse:
         """Give the token ids of a prompt."""
-        prompt = convert.tokenize_prompt(request)
+        prompt = await _converted(convert.tokenize_prompt, request)
         tokenized = await self._frontend.tokenize(prompt, convert.add_special_tokens(request))
-        return inference_pb2.TokenizeResponse(
-            ids=tokenized.ids, tokens=tokenized.tokens, max_model_len=tokenized.max_model_len
-        )
+        if len(tokenized.ids) <= _MANY_TOKENS:
+            return replies.tokens(tokenized)
+        return await asyncio.to_thread(replies.tokens, tokenized)
 
     async def Detokenize(
         self, request: inference_pb2.DetokenizeRequest, context: _Context
@@ -139,6 +146,13 @@ class _RequestRecord:
 def _printable(name: str) -> str:
     """Give a client's name as the log can hold it: within a line, and no longer than a name may be."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in name[:MAX_NAME_CHARACTERS])
+
+
+async def _converted(convert_request: Callable[[_Request], _Result], request: _Request) -> _Result:
+    """Convert where it holds up nobody."""
+    if request.ByteSize() <= _LARGE_BYTES:
+        return convert_request(request)
+    return await asyncio.to_thread(convert_request, request)
 
 
 def _num_outputs(generation: Generation) -> int:
