@@ -1,0 +1,50 @@
+"""The benchmarks run from end to end and report every part. Nothing here looks at how fast anything was."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+# Results go to a folder of the test's own, not beside those of real runs.
+START = """
+import importlib, pathlib, sys, common
+common.RESULTS = pathlib.Path(sys.argv.pop(1))
+importlib.import_module(sys.argv.pop(1)).main()
+"""
+
+
+def run_benchmark(name: str, results: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Give the JSON that was written and what was printed."""
+    command = [sys.executable, "-c", START, str(results), name, *arguments]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    (written,) = results.glob(f"{name}-*.json")
+    return json.loads(written.read_text()), done.stdout
+
+
+def test_overlap_reports_each_part_for_each_depth_and_batch(tmp_path: Path) -> None:
+    arguments = ("--quick", "--skip-cpu", "--steps", "5", "--repetitions", "1", "--depths", "2", "--batches", "1", "3")
+    result, printed = run_benchmark("overlap", tmp_path, *arguments)
+    assert set(result["machine"]) == {"cpu", "cores", "load_average", "python"}
+    assert set(result["idle"]["depths"]) == {"1", "2"}
+    assert all(set(one["depths"]) == {"1", "2"} for one in result["tpot"].values())
+    assert set(result["host"]) == {"1", "3"}
+    for one in result["host"].values():
+        phases = one["us"]
+        assert all(phases[name] > 0 for name in ("drain", "schedule", "execute", "settle", "send"))
+        assert phases["engine"] < phases["all"]
+    assert "cpu" not in result
+    assert [title in printed for title in ("Idle device", "TPOT, simulated", "Host cost")] == [True, True, True]
+
+
+def test_frontend_reports_messages_tokens_and_cost_for_each_number_of_streams(tmp_path: Path) -> None:
+    arguments = ("--streams", "1", "2", "--tokens", "32", "--repetitions", "1")
+    result, printed = run_benchmark("frontend", tmp_path, *arguments)
+    assert set(result["streams"]) == {"1", "2"}
+    for measured in result["streams"].values():
+        assert measured["messages_per_second"] > 0
+        assert measured["tokens_per_message"] >= 1
+    assert "| streams |" in printed
