@@ -216,6 +216,26 @@ def test_a_request_runs_after_twice_as_many_aborts_as_there_are_slots(depth: int
         assert one.tokens(7) == alone("the last", 5)
 
 
+@pytest.mark.parametrize("depth", [2, 3, 4])
+@pytest.mark.parametrize("aborted", [0, 1])
+def test_room_that_an_abort_makes_for_a_preempted_request_is_taken_after_its_rows_have_resolved(
+    depth: int, aborted: int
+) -> None:
+    """A15, A22: there is room for the request at once, but tokens of it are still in flight."""
+    how: dict[str, object] = {"temperature": 1.0, "frequency_penalty": 1.0}
+    expected = {uid: alone(f"prompt number {uid}", 24, seed=uid, **how) for uid in range(3)}
+    with bench(depth, num_blocks=17, step_seconds=0.001, **LATE_COPY) as one:
+        for uid in range(3):
+            one.add(uid, f"prompt number {uid}", 24, seed=uid, **how)
+        while not one.engine.load().num_preemptions:
+            one.step()
+        one.engine.abort([aborted])
+        one.drain()
+        for uid in {0, 1, 2} - {aborted}:
+            assert one.tokens(uid) == expected[uid]
+        assert one.engine.load().generation_tokens == sum(len(one.tokens(uid)) for uid in range(3))
+
+
 # Buffers and streams
 
 
