@@ -13,7 +13,7 @@ import torch
 
 from runnerd_spi.errors import RunnerUnavailable
 from runnerd_torch.attention import AttentionMetadata, PagedAttention, build_attention
-from runnerd_torch.attention.compile import CompileError, library_of
+from runnerd_torch.native.compile import CompileError, library_of
 
 TINY = 'extern "C" int answer() { return 42; }\n'
 

@@ -6,10 +6,10 @@ import logging
 from typing import Literal
 
 from runnerd_spi.errors import RunnerUnavailable
-from runnerd_torch.attention.compile import CompileError
 from runnerd_torch.attention.interface import PagedAttention
 from runnerd_torch.attention.native_attention import NativePagedAttention
 from runnerd_torch.attention.torch_attention import TorchPagedAttention
+from runnerd_torch.native.compile import CompileError
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """Paged attention in native code: ``paged_attention.cpp``, compiled on first use and called over a C interface.
 
-The calls release the GIL. The result of a row is bitwise the same whatever else is in the batch, however its tokens
-were cut into chunks and however many threads work. It knows nothing of models.
+The calls release the GIL. The result of a row is bitwise the same whatever else is in the batch and however many
+threads work; with a head dimension that is a multiple of 32 also however its tokens were cut into chunks. It knows
+nothing of models.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from pathlib import Path
 import torch
 
 from runnerd_torch.attention.checks import check_cache, check_new_tokens, check_query
-from runnerd_torch.attention.compile import library_of
 from runnerd_torch.attention.metadata import AttentionMetadata
 from runnerd_torch.attention.torch_attention import TorchPagedAttention
+from runnerd_torch.native.compile import library_of
+from runnerd_torch.native.threads import parallel_region_of_torch
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class NativePagedAttention:
 
     def __init__(self, *, share_threads: bool = True) -> None:
         self._library = ctypes.CDLL(str(library_of(SOURCE, os.environ)))
-        self._parallel_region = _parallel_region_of_torch() if share_threads else None
+        self._parallel_region = parallel_region_of_torch() if share_threads else None
         self._fallback = TorchPagedAttention()
 
     @property
@@ -181,18 +183,3 @@ def _raise_for(status: int, key_cache: torch.Tensor, metadata: AttentionMetadata
         )
     assert status == _NO_MEMORY
     raise MemoryError("no memory for the attention kernel's work space")
-
-
-def _parallel_region_of_torch() -> int | None:
-    """Give the address of the function with which PyTorch itself starts threads, so that both use one thread pool.
-
-    Two OpenMP pools would keep twice as many threads spinning. None if PyTorch was built with another one; the kernel
-    then starts threads for each call.
-    """
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        entry = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
-        logger.info("PyTorch's thread pool is out of reach; attention starts its own threads")
-        return None
-    return ctypes.cast(entry, ctypes.c_void_p).value

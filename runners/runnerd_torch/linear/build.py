@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 
 from runnerd_spi import RunnerUnavailable
-from runnerd_torch.attention.compile import CompileError
 from runnerd_torch.linear.interface import DenseLinear, Linear, LinearFactory
 from runnerd_torch.linear.packed import LinearKernel, PackedLinear
+from runnerd_torch.native.compile import CompileError
 
 logger = logging.getLogger(__name__)
 

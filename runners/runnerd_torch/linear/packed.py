@@ -13,7 +13,8 @@ from pathlib import Path
 
 import torch
 
-from runnerd_torch.attention.compile import library_of
+from runnerd_torch.native.compile import library_of
+from runnerd_torch.native.threads import parallel_region_of_torch
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class LinearKernel:
 
     def __init__(self, *, share_threads: bool = True) -> None:
         self._library = ctypes.CDLL(str(library_of(SOURCE, os.environ)))
-        self._parallel_region = _parallel_region_of_torch() if share_threads else None
+        self._parallel_region = parallel_region_of_torch() if share_threads else None
 
     def run(
         self,
@@ -122,17 +123,3 @@ class PackedLinear:
     def rows(self, indices: torch.Tensor) -> torch.Tensor:
         """Give rows of the weight, gathered from its panels."""
         return self._weight[indices // PANEL, :, indices % PANEL]
-
-
-def _parallel_region_of_torch() -> int | None:
-    """Give the address of the function with which PyTorch itself starts threads, so that both use one thread pool.
-
-    None if PyTorch was built with another one.
-    """
-    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
-    try:
-        entry = ctypes.CDLL(str(library)).GOMP_parallel
-    except (OSError, AttributeError):
-        logger.info("PyTorch's thread pool is out of reach; projections start their own threads")
-        return None
-    return ctypes.cast(entry, ctypes.c_void_p).value

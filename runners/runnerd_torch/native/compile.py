@@ -1,6 +1,6 @@
 """Compiles a C++ source into a shared library once and keeps it in the user's cache.
 
-It knows nothing of attention or PyTorch: a source file goes in, the path of a library comes out.
+It knows nothing of PyTorch or of what is computed: a source file goes in, the path of a library comes out.
 """
 
 from __future__ import annotations
