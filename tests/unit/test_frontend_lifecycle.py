@@ -189,6 +189,9 @@ async def test_engine_that_fails_fails_its_requests_and_the_server(option: str) 
         assert frontend.state == "failed"
         assert frontend.last_error
         assert frontend.num_live == 0
+        load = frontend.load
+        assert (load.num_running, load.num_waiting, load.num_used_blocks) == (0, 0, 0)
+        assert load.num_steps > 0  # the totals stay
         with pytest.raises(NotReady, match="the engine failed"):
             await events_of(frontend, Generation("x"))
     finally:

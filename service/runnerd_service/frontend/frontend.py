@@ -14,6 +14,8 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import msgspec
+
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.client import EngineClient
 from runnerd_service.engine.messages import EngineError, EngineReady, Load, LoadProgress, RequestOutput
@@ -84,8 +86,11 @@ class Frontend:
 
     @property
     def load(self) -> Load:
-        """The engine's latest counters."""
-        return self._engine.load
+        """The engine's latest counters; an engine that failed works on nothing."""
+        load = self._engine.load
+        if self.state == "failed":
+            load = msgspec.structs.replace(load, num_running=0, num_waiting=0, num_used_blocks=0)
+        return load
 
     @property
     def engine_ready(self) -> EngineReady | None:
