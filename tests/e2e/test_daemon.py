@@ -125,6 +125,16 @@ def test_a_unix_socket_is_private_replaces_a_stale_one_and_is_removed(daemon, ru
     assert not path.exists()
 
 
+def test_a_unix_socket_is_where_it_was_asked_for_whatever_its_name(daemon, tmp_path) -> None:
+    path = tmp_path / "50%20 off?#.sock"
+    server = daemon("--unix-socket", str(path))
+    server.wait_until_ready()
+    assert stat.S_ISSOCK(path.lstat().st_mode)
+    address = server.lines[-1].partition(" and ")[2].partition(" (sim")[0]
+    with Client(address) as client:
+        assert client.generate("x", max_tokens=1).outputs
+
+
 def test_a_file_that_is_no_socket_is_left_alone(runnerd, tmp_path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("precious")
@@ -143,6 +153,11 @@ def test_a_file_that_is_no_socket_is_left_alone(runnerd, tmp_path) -> None:
         (("--runner", "sim", "--speculative-model", "x"), "speculative"),
         (("--runner", "cpu", "/no/such/model"), "/no/such/model"),
         (("--runner", "sim", "--host", "no.such.host.invalid"), "no.such.host.invalid"),
+        (("--runner", "sim", "--unix-socket", "/proc/runnerd.sock"), "/proc/runnerd.sock: "),
+        (("--runner", "sim", "--unix-socket", f"/tmp/{'x' * 150}"), "path too long; give another path"),
+        (("--runner", "sim", "--unix-socket", f"/tmp/{'x' * 300}"), "name too long; give another path"),
+        (("--runner", "sim", "--unix-socket", "/no/such/folder/x.sock"), "/no/such/folder is not a folder"),
+        (("--runner", "sim", "--max-message-bytes", "2GiB"), "up to 1GiB"),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
@@ -153,6 +168,12 @@ def test_what_cannot_be_served_is_refused_in_a_line_with_exit_code_2(runnerd, ar
     assert result.stderr.startswith("runnerd: ")
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""
+
+
+def test_the_largest_message_size_that_is_taken_can_be_served(daemon) -> None:
+    with Client(daemon("--max-message-bytes", "1GiB").wait_until_ready()) as client:
+        assert client.server_info().max_message_bytes == 2**30
+        assert client.generate("x", max_tokens=1).outputs
 
 
 def test_flags_environment_and_file_work_together(daemon, tmp_path) -> None:

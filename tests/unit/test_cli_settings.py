@@ -109,6 +109,8 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("memory-utilization", "nan", "a share above 0"),
         ("kv-cache-memory-bytes", "much", "a number of bytes"),
         ("kv-cache-memory-bytes", "0", "a number of bytes"),
+        ("max-message-bytes", "1025MiB", "a number of bytes up to 1GiB"),
+        ("max-message-bytes", "much", "a number of bytes up to 1GiB"),
         ("async-execution", "maybe", "one of auto, required, off"),
         ("drain-seconds", "-1", "seconds, 0 or more"),
         ("drain-seconds", "inf", "seconds, 0 or more"),

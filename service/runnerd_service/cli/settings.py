@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from runnerd_service.cli.values import boolean, byte_size, count, one_of, seconds, share, text
+from runnerd_service.cli.values import boolean, byte_size, count, message_size, one_of, seconds, share, text
 from runnerd_service.config import EngineConfig, ServerConfig
 from runnerd_service.errors import ConfigurationError
 
@@ -95,7 +95,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("max-n", "server", count(1), "most outputs of a request", "N"),
     Setting("max-logprobs", "server", count(0), "most alternatives per token that a request may ask for", "N"),
     Setting("max-stop-strings", "server", count(0), "most stop strings of a request", "N"),
-    Setting("max-message-bytes", "server", byte_size, "largest request message: 16MiB", "SIZE"),
+    Setting("max-message-bytes", "server", message_size, "largest request message: 16MiB", "SIZE"),
     Setting("max-waiting", "server", count(0), "requests that may wait; further ones get RESOURCE_EXHAUSTED", "N"),
     Setting("drain-seconds", "server", seconds, "how long live requests may go on after SIGTERM", "SECONDS"),
     Setting("log-level", "process", one_of(*LOG_LEVELS), "least level of log lines (default: info)", "LEVEL"),

@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
+_MAX_MESSAGE_BYTES = 1 << 30
+"""Protobuf ends at 2 GiB, and so do gRPC's own limits, which are above ours."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
 
 
@@ -64,6 +66,17 @@ def byte_size(value: str) -> int:
     size = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "").lower()])
     if size < 1:
         raise ValueError("a number of bytes, such as 512MiB or 2GiB")
+    return size
+
+
+def message_size(value: str) -> int:
+    """Take a number of bytes that a gRPC message can have."""
+    try:
+        size = byte_size(value)
+    except ValueError:
+        size = 0
+    if not 1 <= size <= _MAX_MESSAGE_BYTES:
+        raise ValueError("a number of bytes up to 1GiB, such as 16MiB")
     return size
 
 

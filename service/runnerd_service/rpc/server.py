@@ -31,6 +31,7 @@ SERVICE_NAMES = (
 )
 
 _KIB = 1024
+_MAX_INT = 2**31 - 1
 
 
 def server_options(config: ServerConfig) -> Sequence[tuple[str, int]]:
@@ -46,7 +47,7 @@ def server_options(config: ServerConfig) -> Sequence[tuple[str, int]]:
         ("grpc.keepalive_time_ms", 60_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         # above the limit of ours, whose answer says what to do; gRPC's own RESOURCE_EXHAUSTED is the last resort
-        ("grpc.max_receive_message_length", 2 * config.max_message_bytes + 1024 * _KIB),
+        ("grpc.max_receive_message_length", min(2 * config.max_message_bytes + 1024 * _KIB, _MAX_INT)),
         ("grpc.max_send_message_length", -1),
         ("grpc.max_metadata_size", 16 * _KIB),
     )
@@ -85,7 +86,7 @@ class RpcServer:
     def addresses(self) -> tuple[str, ...]:
         """What clients connect to."""
         tcp = f"{_bracketed(self._config.host)}:{self._port}"
-        return (tcp,) if self._socket_path is None else (tcp, f"unix:{self._socket_path}")
+        return (tcp,) if self._socket_path is None else (tcp, _unix_address(self._socket_path))
 
     async def start(self) -> None:
         """Listen and answer.
@@ -123,11 +124,11 @@ class RpcServer:
             raise ConfigurationError(remedy % error) from error
 
     def _bind_unix(self, path: Path) -> None:
-        _remove_stale_socket(path)
+        _check_unix(path)
         # The mode is set as the socket is made: with a chmod afterwards others could connect in between.
         umask = os.umask(0o177)
         try:
-            self._server.add_insecure_port(f"unix:{path}")
+            self._server.add_insecure_port(_unix_address(path))
         except RuntimeError as error:
             raise ConfigurationError(f"cannot listen on the unix socket {path}: {error}; give another path") from error
         finally:
@@ -137,6 +138,11 @@ class RpcServer:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
+
+
+def _unix_address(path: Path) -> str:
+    """Give the address that gRPC, which decodes it, takes for ``path``."""
+    return "unix:" + str(path).replace("%", "%25")
 
 
 def _check_tcp(host: str, port: int, remedy: str) -> None:
@@ -155,21 +161,29 @@ def _check_tcp(host: str, port: int, remedy: str) -> None:
         raise ConfigurationError(remedy % (error.strerror or error)) from error
 
 
-def _remove_stale_socket(path: Path) -> None:
-    """Remove a socket that nobody listens on any more.
+def _check_unix(path: Path) -> None:
+    """Remove a socket that nobody listens on any more, and bind once before gRPC does, for the same reason.
 
     Raises:
-        ConfigurationError: The path is in use, is something else than a socket, or has no folder.
+        ConfigurationError: The path is in use, is something else than a socket, has no folder, or cannot be made.
     """
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"cannot listen on the unix socket {path}: {path.parent} is not a folder; create it")
+    problem = f"cannot listen on the unix socket {path}: %s"
     try:
-        mode = path.lstat().st_mode
-    except FileNotFoundError:
-        return
-    if not stat.S_ISSOCK(mode):
-        raise ConfigurationError(f"cannot listen on the unix socket {path}: a file that is no socket is there; move it")
+        if not path.parent.is_dir():
+            raise ConfigurationError(problem % f"{path.parent} is not a folder; create it")
+        if path.is_symlink() or path.exists():
+            _remove_stale_socket(path, problem)
+        with closing(socket.socket(socket.AF_UNIX)) as probe:
+            probe.bind(str(path))
+        path.unlink()
+    except OSError as error:
+        raise ConfigurationError(problem % f"{error.strerror or error}; give another path") from error
+
+
+def _remove_stale_socket(path: Path, problem: str) -> None:
+    if not stat.S_ISSOCK(path.lstat().st_mode):
+        raise ConfigurationError(problem % "a file that is no socket is there; move it")
     with closing(socket.socket(socket.AF_UNIX)) as probe, suppress(ConnectionRefusedError):
         probe.connect(str(path))
-        raise ConfigurationError(f"cannot listen on the unix socket {path}: another process does; give another path")
+        raise ConfigurationError(problem % "another process does; give another path")
     path.unlink()
