@@ -126,7 +126,7 @@ def test_a_unix_socket_is_private_replaces_a_stale_one_and_is_removed(daemon, ru
 
 
 def test_a_unix_socket_is_where_it_was_asked_for_whatever_its_name(daemon, tmp_path) -> None:
-    path = tmp_path / "50%20 off?#.sock"
+    path = tmp_path / "50%20 off?#ü.sock"
     server = daemon("--unix-socket", str(path))
     server.wait_until_ready()
     assert stat.S_ISSOCK(path.lstat().st_mode)

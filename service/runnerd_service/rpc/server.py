@@ -10,6 +10,7 @@ import stat
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import quote
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
@@ -141,8 +142,8 @@ def _bracketed(host: str) -> str:
 
 
 def _unix_address(path: Path) -> str:
-    """Give the address that gRPC, which decodes it, takes for ``path``."""
-    return "unix:" + str(path).replace("%", "%25")
+    """Give the address of ``path``: a URI, which gRPC decodes at both ends."""
+    return "unix:" + quote(str(path))
 
 
 def _check_tcp(host: str, port: int, remedy: str) -> None:
