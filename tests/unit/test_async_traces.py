@@ -337,6 +337,6 @@ def test_overlapped_traces_give_each_request_what_it_gets_alone(synchronous: Eng
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_ten_thousand_overlapped_traces_give_each_request_what_it_gets_alone(synchronous: Engine) -> None:
     check_traces(range(NUM_TRACES, NUM_TRACES + NUM_SLOW_TRACES), synchronous)
