@@ -182,6 +182,11 @@ class Run:
         """Median of a phase over the iterations."""
         return float(statistics.median(getattr(one, name) for one in self.iterations)) / 1e3
 
+    @property
+    def host_p10_us(self) -> float:
+        """Tenth percentile of the host's work: what it costs when nobody gets in the way."""
+        return statistics.quantiles([one.host for one in self.iterations], n=10)[0] / 1e3
+
 
 class Loop:
     """An engine at one depth, and its runs.

@@ -185,9 +185,14 @@ def measure_host(batches: Sequence[int], steps: int, repetitions: int) -> Measur
     for batch in batches:
         runs = take_turns(sim(batch, 0.0), [1], repetitions, lambda loop, n=batch: loop.run(n, steps))[1]
         phases = {name: median([run.phase_us(name) for run in runs]) for name in PHASES}
-        engine = [run.phase_us("host") - run.phase_us("execute") for run in runs]
+        engine = sum(value for name, value in phases.items() if name != "execute")
+        sums = {
+            "engine": engine,
+            "all": engine + phases["execute"],
+            "all_p10": median([run.host_p10_us for run in runs]),
+        }
         results[str(batch)] = {
-            "us": phases | {"engine": median(engine), "all": median([run.phase_us("host") for run in runs])},
+            "us": phases | sums,
             "other_busy_cores": median([run.other_busy_cores for run in runs]),
         }
     return results
@@ -208,7 +213,7 @@ def report(result: Measured) -> str:
             rows = [row for name, one in result[key].items() for row in comparison_rows(key, name, one)]
             parts.append(f"{title}:\n\n{table(header, format_rows(rows))}")
     if "host" in result:
-        names = ["drain", "schedule", "execute_model", "settle", "send", "engine's", "all"]
+        names = ["drain", "schedule", "execute_model", "settle", "send", "engine's", "all", "all (p10)"]
         rows = [[batch, *(f"{value:.0f}" for value in one["us"].values())] for batch, one in result["host"].items()]
         parts.append(f"Host cost of a step, us:\n\n{table(['batch', *names], rows)}")
     return "\n\n".join(parts)
