@@ -58,6 +58,16 @@ def test_sigterm_lets_live_streams_finish_and_exits_with_0(daemon) -> None:
     assert "drained" in server.log()
 
 
+def test_requests_that_wait_for_a_place_are_served_before_a_drained_server_stops(daemon) -> None:
+    server = daemon("--max-num-seqs", "1", "--runner-option", "step_seconds=0.01")
+    with Client(server.wait_until_ready()) as client:
+        streams = [started(client, 20) for _ in range(4)]
+        server.terminate()
+        finishes = [list(stream)[-1].output.finish for stream in streams]
+        assert [finish.usage.completion_tokens for finish in finishes] == [20] * 4
+        assert server.wait() == 0
+
+
 def test_a_drain_that_takes_too_long_ends_the_streams_with_a_status(daemon) -> None:
     server = daemon(*SLOW, "--drain-seconds", "0.3")
     with Client(server.wait_until_ready()) as client:
