@@ -320,6 +320,8 @@ def test_a_preempted_request_goes_on_with_the_same_tokens_and_none_is_generated_
     assert result.load.num_preemptions > 0
     assert result.streams() == roomy.streams()
     assert result.load.generation_tokens == 2 * 24
+    # What was in flight at a preemption is kept, not dropped and sampled again.
+    assert sum(row.sample for plan in result.plans for row in plan.rows) == 2 * 24
 
 
 @pytest.mark.parametrize("num_in_flight", [1, 2, 3])
@@ -329,7 +331,7 @@ def test_tokens_in_flight_at_a_preemption_are_each_kept_once(num_in_flight: int)
     roomy = run(preempting(max_tokens=12), SYNCHRONOUS, Sizes())
     num_before = -1
     streams: dict[int, list[int]] = {0: [], 1: []}
-    with started(timing, Sizes(num_blocks=7)) as (engine, _):
+    with started(timing, Sizes(num_blocks=7)) as (engine, runner):
         for one in preempting(max_tokens=12):
             engine.add(one)
         while engine.has_work:
@@ -342,6 +344,7 @@ def test_tokens_in_flight_at_a_preemption_are_each_kept_once(num_in_flight: int)
     assert num_before == num_in_flight
     assert streams == {uid: roomy.tokens(uid) for uid in (0, 1)}
     assert generated == 24
+    assert sum(row.sample for plan in runner.plans for row in plan.rows) == 24
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
