@@ -194,7 +194,7 @@ def compare(arguments: argparse.Namespace, server: Daemon, peer: Peer, vocab_siz
         prompt_len, output_len, concurrency = WORKLOADS[name]
         runs: dict[str, list[Measured]] = {"runnerd": [], "transformers": []}
         for repetition in range(-1, arguments.repetitions):  # the first is the warm-up
-            prompts = random_prompts(vocab_size, prompt_len, concurrency, seed=1000 * len(results) + repetition)
+            prompts = random_prompts(vocab_size, prompt_len, concurrency, seed=1000 * (len(results) + 1) + repetition)
             ours = measure(
                 lambda p=prompts, n=output_len: asyncio.run(run_runnerd(server.address, p, n)), server.process.pid
             )

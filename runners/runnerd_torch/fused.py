@@ -102,12 +102,16 @@ class FusedModel:
         half = sin.shape[-1] // 2
         # Turning a vector's halves around and negating the new first one is a roll times this sign.
         sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
             heads = _attend(layer, index, layer.input_norm(hidden), cos, sin, attention)
+            if index == last:
+                # Beyond the last keys and values, only what is sampled from counts.
+                heads, hidden = heads.index_select(0, logits_index), hidden.index_select(0, logits_index)
             hidden = layer.output.added_to(hidden, heads)
             gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
             hidden = layer.down.added_to(hidden, layer.activation(gate).mul_(up))
-        return self._head(self._norm(hidden.index_select(0, logits_index)))
+        return self._head(self._norm(hidden))
 
 
 def can_fuse(network: PreTrainedModel) -> bool:

@@ -19,7 +19,7 @@ class EngineConfig:
     dtype: str = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 64
-    max_num_batched_tokens: int = 2048
+    max_num_batched_tokens: int = 512
     block_size: int | None = None
     memory_bytes: int | None = None
     memory_fraction: float = 0.9

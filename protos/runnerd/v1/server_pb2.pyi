@@ -311,7 +311,7 @@ class GetLoadResponse(google.protobuf.message.Message):
     prefix_cache_hits: builtins.int
     """Prompt tokens found there."""
     prompt_tokens: builtins.int
-    """Prompt tokens computed or found since the engine started."""
+    """Prompt tokens of the requests that got a place since the engine started."""
     generation_tokens: builtins.int
     """Tokens generated since the engine started."""
     def __init__(

@@ -81,7 +81,6 @@ class Engine:
         self._immediate: list[RequestOutput] = []
         self._num_arrivals = 0
         self._num_steps = 0
-        self._num_prompt_tokens = 0
 
     @property
     def has_work(self) -> bool:
@@ -102,7 +101,6 @@ class Engine:
             return
         request = request_from(message, self._num_arrivals, self._limits.max_model_len)
         self._num_arrivals += 1
-        self._num_prompt_tokens += request.num_prompt_tokens
         finish = finish_of(request) if message.output_token_ids else None
         if finish is not None:
             matched = None if finish == "length" else request.token_ids[-1]
@@ -164,7 +162,7 @@ class Engine:
             num_preemptions=scheduler.num_preemptions,
             prefix_cache_queries=scheduler.prefix_cache_queries,
             prefix_cache_hits=scheduler.prefix_cache_hits,
-            prompt_tokens=self._num_prompt_tokens,
+            prompt_tokens=scheduler.num_prompt_tokens,
             generation_tokens=self._settler.num_generated_tokens,
             num_unresolved_steps=len(self._launched),
             times=self.timeline.times(),

@@ -73,6 +73,7 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.num_preemptions = 0
+        self.num_prompt_tokens = 0
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -271,6 +272,7 @@ class Scheduler:
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
+            self.num_prompt_tokens += request.num_prompt_tokens
             self.prefix_cache_queries += num_tokens
             self.prefix_cache_hits += num_cached_tokens
         self._enter_slot(draft, request)
