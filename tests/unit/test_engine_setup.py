@@ -93,7 +93,7 @@ def test_the_runner_gets_what_the_operator_chose_and_the_defaults() -> None:
     config = EngineConfig(model="m", dtype="bfloat16", max_model_len=99, memory_bytes=5, enforce_eager=True)
     assert resolve(config, PLUGIN).runner_config == RunnerConfig(
         max_num_seqs=64,
-        max_num_batched_tokens=2048,
+        max_num_batched_tokens=512,
         block_size=16,
         model="m",
         dtype="bfloat16",
