@@ -13,7 +13,7 @@ READY = re.compile(r"serving .* on (\S+:\d+)")
 def main() -> int:
     print("$ runnerd serve --port 0", flush=True)
     server = subprocess.Popen(
-        [sys.executable, "-m", "runnerd_service", "serve", "--port", "0"],
+        [sys.executable, "-m", "runnerd_service", "serve", "--port", "0", "--log-level", "warning"],
         stdout=subprocess.PIPE,
         text=True,
     )

@@ -255,6 +255,7 @@ async def test_a_wrong_configuration_is_a_configuration_error(config: EngineConf
     [
         (EngineConfig(runner="sim", max_model_len=9000), "ModelLoadError", "max_model_len 9000"),
         (EngineConfig(runner="sim", runner_options={"num_blocks": "0"}), "InvalidOption", "num_blocks takes"),
+        (EngineConfig(runner="sim", model="/some/model"), "ModelLoadError", "takes none; leave it out"),
         (EngineConfig(runner="nowhere"), "RunnerNotFound", "no runner called 'nowhere'"),
     ],
 )

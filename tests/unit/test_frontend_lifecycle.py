@@ -12,6 +12,7 @@ from runnerd_service.config import EngineConfig, ServerConfig
 from runnerd_service.errors import ConfigurationError, EngineFailed, EngineStartFailed, NotReady
 from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.frontend.states import StateBoard
+from runnerd_service.frontend.tokenizer import load_tokenizer
 from runnerd_service.frontend.types import Event, Generation, OutputChunk
 
 
@@ -209,3 +210,8 @@ async def test_follower_that_was_busy_sees_the_latest_state() -> None:
     board.close()
     with pytest.raises(StopAsyncIteration):
         await anext(following)
+
+
+def test_a_model_that_does_not_exist_is_named_with_what_to_give() -> None:
+    with pytest.raises(ConfigurationError, match="model '/no/such' does not exist; give the path of a model directory"):
+        load_tokenizer("/no/such")

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.detokenizer import Detokenizer, PieceDetokenizer, PieceTable
 
 _BYTE_EOS = 256
@@ -108,6 +109,11 @@ def load_tokenizer(model: str) -> Tokenizer:
     from runnerd_service.frontend.model_tokenizer import ModelTokenizer
 
     path = Path(model)
+    if not path.exists():
+        raise ConfigurationError(
+            f"model {model!r} does not exist; give the path of a model directory or a GGUF file (models of a hub are not "
+            "downloaded)"
+        )
     return ModelTokenizer.from_gguf(path) if path.is_file() else ModelTokenizer.from_directory(path)
 
 
