@@ -80,12 +80,12 @@ class SimModelRunner:
         """Pretend to read weights for ``load_seconds``.
 
         Raises:
-            ModelLoadError: A model was given, or the configured max_model_len or dtype is none of the simulated model's.
+            ModelLoadError: A model was given, or max_model_len or dtype is none of the simulated model's.
         """
         self._expect("load", _State.CREATED)
         config, limit = self._config, self._options.max_model_len
         if config.model is not None:
-            raise ModelLoadError(f"model {config.model!r} was given, but the simulated runner takes none; leave it out")
+            raise ModelLoadError(f"model {config.model!r}: the simulated runner takes none; leave it out")
         if config.dtype not in ("auto", "float32"):
             raise ModelLoadError(f"dtype {config.dtype!r}, the simulated model has float32; use --dtype auto")
         max_model_len = limit if config.max_model_len is None else config.max_model_len
@@ -102,7 +102,7 @@ class SimModelRunner:
         self._max_model_len = max_model_len
         self._state = _State.LOADED
         return ModelInfo(
-            name=config.model or "sim",
+            name="sim",
             architecture="hash of the history" if self._options.script is None else "script",
             vocab_size=VOCAB_SIZE,
             max_model_len=max_model_len,

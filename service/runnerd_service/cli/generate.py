@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from runnerd_client import (
@@ -14,6 +19,7 @@ from runnerd_client import (
     GenerateOptions,
     GenerationStream,
     OutputChunk,
+    RequestCancelledError,
     Token,
     chat,
     to_dict,
@@ -90,11 +96,32 @@ def run(arguments: argparse.Namespace) -> int:
             stream = client.stream(prompt, **options)
         except ValueError as error:  # such as a negative count
             raise ConfigurationError(f"an option's value does not fit: {error}") from error
-        with stream:
+        with stream, _cancelled_by_interrupt(stream):
             _print_stream(stream, arguments, stats)
     if arguments.stats:
         print(stats.summary(), file=sys.stderr)
     return exit_codes.OK
+
+
+@contextmanager
+def _cancelled_by_interrupt(stream: GenerationStream) -> Iterator[None]:
+    """While inside, Ctrl-C cancels the call; a KeyboardInterrupt in the middle of gRPC's own code could be lost."""
+    interrupted = threading.Event()
+
+    def cancel(_signal: int, _frame: FrameType | None) -> None:
+        interrupted.set()
+        # Not here: the thread that is interrupted may hold the lock that a cancel takes.
+        threading.Thread(target=stream.cancel).start()
+
+    before = signal.signal(signal.SIGINT, cancel)
+    try:
+        yield
+    except RequestCancelledError:
+        if interrupted.is_set():
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _prompt(arguments: argparse.Namespace, client: Client) -> str | ChatPrompt:

@@ -111,8 +111,7 @@ def load_tokenizer(model: str) -> Tokenizer:
     path = Path(model)
     if not path.exists():
         raise ConfigurationError(
-            f"model {model!r} does not exist; give the path of a model directory or a GGUF file (models of a hub are not "
-            "downloaded)"
+            f"model {model!r} does not exist; give the path of a model directory or a GGUF file (nothing is downloaded)"
         )
     return ModelTokenizer.from_gguf(path) if path.is_file() else ModelTokenizer.from_directory(path)
 
