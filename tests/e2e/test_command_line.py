@@ -139,7 +139,7 @@ def slow_address(module_daemon) -> str:
 
 
 def test_a_timeout_has_exit_code_1(slow_address, capsys) -> None:
-    code, _, err = run(capsys, "generate", "--address", slow_address, "--timeout", "0.5", "hello")
+    code, _, err = run(capsys, "generate", "--address", slow_address, "--timeout", "0.5", "--ignore-eos", "hello")
     assert code == 1
     assert "deadline" in err.lower()
 
@@ -155,7 +155,8 @@ def wait_until_idle(address: str) -> None:
 @contextmanager
 def generating(address: str):
     """Give a ``runnerd generate`` that has printed its first characters."""
-    command = [sys.executable, "-m", "runnerd_service", "generate", "--address", address, "--max-tokens", "5000", "x"]
+    options = ["--address", address, "--max-tokens", "5000", "--ignore-eos"]
+    command = [sys.executable, "-m", "runnerd_service", "generate", *options, "x"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
     try:
         assert process.stdout.read(1)

@@ -58,6 +58,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message of the conversation")
     for name, parse, text in _OPTIONS:
         parser.add_argument(f"--{name}", type=parse, metavar="N" if parse is not float else "X", help=text)
+    parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end of text")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
     parser.add_argument("--request-id", metavar="NAME", help="name of the request")
     parser.add_argument("--json", action="store_true", help="print each message of the stream as a line of JSON")
@@ -90,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             stop=arguments.stop,
             n=arguments.n,
             logprobs=arguments.logprobs,
+            ignore_eos=arguments.ignore_eos,
         )
         stats = StreamStats.begin()
         try:
