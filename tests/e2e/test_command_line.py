@@ -139,9 +139,20 @@ def slow_address(module_daemon) -> str:
 
 
 def test_a_timeout_has_exit_code_1(slow_address, capsys) -> None:
-    code, _, err = run(capsys, "generate", "--address", slow_address, "--timeout", "0.5", "--ignore-eos", "hello")
+    code, out, err = run(capsys, "generate", "--address", slow_address, "--timeout", "0.5", "--ignore-eos", "hello")
     assert code == 1
+    assert not out or out.endswith("\n")  # the error begins a line of its own
     assert "deadline" in err.lower()
+
+
+def test_outputs_that_a_broken_stream_cuts_are_shown(slow_address, capsys) -> None:
+    options = ["--n", "2", "--ignore-eos", "--timeout", "5"]
+    code, out, _ = run(capsys, "generate", "--address", slow_address, *options, "hello")
+    assert code == 1
+    assert re.findall("^--- .* ---$", out, re.MULTILINE) == [
+        "--- output 0 (incomplete) ---",
+        "--- output 1 (incomplete) ---",
+    ]
 
 
 def wait_until_idle(address: str) -> None:

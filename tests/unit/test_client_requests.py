@@ -103,3 +103,20 @@ def test_unknown_options_and_keys_are_refused_by_name() -> None:
 def test_a_value_that_does_not_fit_its_field_is_refused() -> None:
     with pytest.raises(ValueError, match="-1"):
         generate_request("x", {"max_tokens": -1})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"top_k": -1}, ValueError),
+        ({"seed": 2**64}, ValueError),
+        ({"logit_bias": {-1: 1.0}}, ValueError),
+        ({"temperature": "hot"}, TypeError),
+        ({"truncation": "middle"}, ValueError),
+        ({"stream_mode": "both"}, ValueError),
+    ],
+)
+def test_a_value_that_no_message_can_hold_is_refused_by_the_option_s_name(options, error) -> None:
+    (name,) = options
+    with pytest.raises(error, match=f"^{name} is .*does not fit"):
+        generate_request("x", {"max_tokens": 1, **options})

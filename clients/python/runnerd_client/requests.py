@@ -111,11 +111,28 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
     """Give the request for ``prompt`` with ``options``.
 
     Raises:
-        ValueError: A value does not fit its field, such as a negative count.
+        ValueError: A value does not fit its field, such as a negative count; the message names the option.
         TypeError: A value has the wrong type, or an option is unknown.
     """
     if unknown := set(options) - GenerateOptions.__annotations__.keys():
         raise TypeError(f"unknown option {min(unknown)!r}; known: {', '.join(GenerateOptions.__annotations__)}")
+    try:
+        return _request(prompt, options)
+    except (ValueError, TypeError):
+        _check_each(options)
+        raise
+
+
+def _check_each(options: GenerateOptions) -> None:
+    """Find the option whose value no message can hold: protobuf's own error does not tell."""
+    for name, value in options.items():
+        try:
+            _request("", cast(GenerateOptions, {name: value}))
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{name} is {value!r}, which does not fit its field: {error}") from error
+
+
+def _request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     request = pb.GenerateRequest(
         request_id=options.get("request_id"),
         priority=options.get("priority"),
@@ -139,6 +156,8 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
 def _prompt_options(options: GenerateOptions) -> pb.PromptOptions:
     truncation = options.get("truncation")
+    if truncation is not None and truncation not in _TRUNCATION:
+        raise ValueError(f"expected one of {', '.join(_TRUNCATION)}")
     return pb.PromptOptions(
         add_special_tokens=options.get("add_special_tokens"),
         truncation=None if truncation is None else _TRUNCATION[truncation],
@@ -190,6 +209,8 @@ def duration(seconds: float) -> Duration:
 
 def _output(options: GenerateOptions) -> pb.OutputOptions:
     stream_mode = options.get("stream_mode")
+    if stream_mode is not None and stream_mode not in _STREAM_MODE:
+        raise ValueError(f"expected one of {', '.join(_STREAM_MODE)}")
     return pb.OutputOptions(
         n=options.get("n"),
         text=options.get("text"),

@@ -20,6 +20,7 @@ from runnerd_client import (
     GenerationStream,
     OutputChunk,
     RequestCancelledError,
+    RunnerdError,
     Token,
     chat,
     to_dict,
@@ -97,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:
             stream = client.stream(prompt, **options)
         except ValueError as error:  # such as a negative count
-            raise ConfigurationError(f"an option's value does not fit: {error}") from error
+            raise ConfigurationError(str(error)) from error
         with stream, _cancelled_by_interrupt(stream):
             _print_stream(stream, arguments, stats)
     if arguments.stats:
@@ -140,12 +141,16 @@ def _prompt(arguments: argparse.Namespace, client: Client) -> str | ChatPrompt:
 
 def _print_stream(stream: GenerationStream, arguments: argparse.Namespace, stats: StreamStats) -> None:
     printer = _Printer(with_headers=(arguments.n or 1) > 1)
-    for message in stream:
-        stats.add(message)
-        if arguments.json:
-            print(json.dumps(to_dict(message), ensure_ascii=False), flush=True)
-        elif message.HasField("output"):
-            printer.add(message.output, with_records=arguments.logprobs is not None)
+    try:
+        for message in stream:
+            stats.add(message)
+            if arguments.json:
+                print(json.dumps(to_dict(message), ensure_ascii=False), flush=True)
+            elif message.HasField("output"):
+                printer.add(message.output, with_records=arguments.logprobs is not None)
+    except RunnerdError:
+        printer.cut()
+        raise
 
 
 class _Printer:
@@ -154,17 +159,28 @@ class _Printer:
     def __init__(self, with_headers: bool) -> None:
         self._with_headers = with_headers
         self._held: dict[int, list[str]] = {}
+        self._in_line = False
 
     def add(self, chunk: OutputChunk, *, with_records: bool) -> None:
         text = "".join(map(_record, chunk.tokens)) if with_records else chunk.text
         ending = "" if with_records else "\n"
         if not self._with_headers:
             print(text, end=ending if chunk.HasField("finish") else "", flush=True)
+            if text or chunk.HasField("finish"):
+                self._in_line = not (chunk.HasField("finish") or text.endswith("\n"))
             return
         held = self._held.setdefault(chunk.index, [])
         held.append(text)
         if chunk.HasField("finish"):
             print(f"--- output {chunk.index} ---\n{''.join(held)}", end=ending, flush=True)
+            del self._held[chunk.index]
+
+    def cut(self) -> None:
+        """Show what came before the stream broke, so that an error message begins a line of its own."""
+        for index, held in sorted(self._held.items()):
+            print(f"--- output {index} (incomplete) ---\n{''.join(held)}", flush=True)
+        if self._in_line:
+            print(flush=True)
 
 
 def _record(token: Token) -> str:
