@@ -12,7 +12,7 @@ import torch
 
 from runnerd_torch.attention import AttentionMetadata, PagedAttention
 from runnerd_torch.devices.base import Device
-from runnerd_torch.inputs import StepInputs
+from runnerd_torch.inputs import StepArrays, StepInputs
 from runnerd_torch.models import KVCache, PagedModel, StepAttention
 from runnerd_torch.sampling import LogprobTensors, SampledTensors, Sampler, SamplingBatch
 
@@ -43,43 +43,48 @@ class StepExecutor:
     def run(self, inputs: StepInputs, batch: SamplingBatch) -> StepResult:
         """Run one step."""
         table = self.token_table.view(-1)
-        put = self.device.to_device
-        if len(inputs.admit_tokens):
-            table.index_copy_(0, put(inputs.admit_places), put(inputs.admit_tokens))
+        tensors, batch = self._put(inputs, batch)
+        if len(tensors.admit_tokens):
+            table.index_copy_(0, tensors.admit_places, tensors.admit_tokens)
         if not inputs.num_tokens:
             return StepResult(None, ())
-        input_ids = table.index_select(0, put(inputs.input_places))
-        logits = self.model.forward(
-            input_ids, put(inputs.positions), put(inputs.logits_index), self._attention_of(inputs)
-        )
-        num_samples = len(inputs.sample_places)
+        input_ids = table.index_select(0, tensors.input_places)
+        attention = StepAttention(self.attention, self.caches, self._metadata(inputs, tensors))
+        logits = self.model.forward(input_ids, tensors.positions, tensors.logits_index, attention)
+        num_samples = len(inputs.sampled_rows)
         sampled = None
         if num_samples:
             chosen = self.sampler.sample(logits[:num_samples], batch, self.token_table)
-            table.index_copy_(0, put(inputs.sample_places), chosen.token_ids)
+            table.index_copy_(0, tensors.sample_places, chosen.token_ids)
             sampled = chosen.map(self.device.to_host)
-        return StepResult(sampled, self._prompt_logprobs(inputs, logits[num_samples:], table))
+        return StepResult(sampled, self._prompt_logprobs(inputs, tensors, logits[num_samples:]))
 
-    def _attention_of(self, inputs: StepInputs) -> StepAttention:
-        put = self.device.to_device
-        metadata = AttentionMetadata(
-            query_start_loc=put(inputs.query_start_loc),
-            seq_lens=put(inputs.seq_lens),
-            block_tables=put(inputs.block_tables),
-            slot_mapping=put(inputs.slot_mapping),
+    def _put(self, inputs: StepInputs, batch: SamplingBatch) -> tuple[StepArrays[torch.Tensor], SamplingBatch]:
+        if batch.packed is None:
+            return StepArrays(*self.device.to_device(inputs.arrays)), batch
+        *tensors, buffer = self.device.to_device((*inputs.arrays, batch.packed))
+        return StepArrays(*tensors), batch.on(buffer)
+
+    def _metadata(self, inputs: StepInputs, tensors: StepArrays[torch.Tensor]) -> AttentionMetadata:
+        return AttentionMetadata(
+            query_start_loc=tensors.query_start_loc,
+            seq_lens=tensors.seq_lens,
+            block_tables=tensors.block_tables,
+            slot_mapping=tensors.slot_mapping,
+            query_start_loc_cpu=inputs.arrays.query_start_loc,
+            seq_lens_cpu=inputs.arrays.seq_lens,
             num_rows=inputs.num_rows,
             max_query_len=inputs.max_query_len,
             max_seq_len=inputs.max_seq_len,
             block_size=self.block_size,
         )
-        return StepAttention(self.attention, self.caches, metadata)
 
     def _prompt_logprobs(
-        self, inputs: StepInputs, logits: torch.Tensor, table: torch.Tensor
+        self, inputs: StepInputs, tensors: StepArrays[torch.Tensor], logits: torch.Tensor
     ) -> tuple[LogprobTensors, ...]:
         if not inputs.prompt_spans:
             return ()
-        token_ids = table.index_select(0, self.device.to_device(inputs.prompt_places))
+        token_ids = self.token_table.view(-1).index_select(0, tensors.prompt_places)
         return tuple(
             self.sampler.prompt_logprobs(
                 logits[span.begin : span.end], token_ids[span.begin : span.end], span.num_top

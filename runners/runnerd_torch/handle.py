@@ -98,16 +98,24 @@ class TorchStepHandle:
         """Complete once ``done()``."""
         if not self._launch.done():
             return self._timeline
-        end_ns = self._launch.end_ns
-        return replace(self._timeline, device_begin_ns=self._launch.begin_ns, device_end_ns=end_ns, ready_ns=end_ns)
+        return replace(
+            self._timeline,
+            device_begin_ns=self._launch.begin_ns,
+            device_end_ns=self._launch.compute_end_ns,
+            ready_ns=self._launch.end_ns,
+        )
 
     def done(self) -> bool:
         """Whether ``result`` returns or raises at once."""
         return self._launch.done()
 
     def settle(self) -> None:
-        """Wait for the step, whatever its outcome."""
+        """Wait for the step, whatever its outcome; a failure is remembered."""
         self._launch.wait()
+        try:
+            self._launch.value()
+        except Exception as error:  # noqa: BLE001 - whoever asks for the result gets it
+            self._latch.record(self._step_id, error)
 
     def result(self, timeout: float | None = None) -> StepOutput:
         """Wait for the step and give its output; the same object each time.

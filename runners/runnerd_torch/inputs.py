@@ -7,6 +7,7 @@ token table, never as values, but for the settled ones that an admit brings. It 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,8 @@ import numpy.typing as npt
 from runnerd_spi import StepPlan
 
 IntArray = npt.NDArray[np.int64]
-Int32Array = npt.NDArray[np.int32]
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,31 +31,40 @@ class PromptSpan:
     num_top: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """The arrays of one step. A place in the token table is ``slot * max_model_len + position``."""
+class StepArrays(NamedTuple, Generic[A]):
+    """What the device needs of a step, on the host or on the device.
+
+    A place in the token table is ``slot * max_model_len + position``.
+    """
 
     # [num_admitted_tokens] int64: settled tokens that enter the table, and their places
-    admit_tokens: IntArray
-    admit_places: IntArray
+    admit_tokens: A
+    admit_places: A
     # [num_tokens] int64: places of the input ids, their positions, and where their keys and values go
-    input_places: IntArray
-    positions: IntArray
-    slot_mapping: IntArray
+    input_places: A
+    positions: A
+    slot_mapping: A
     # [num_rows + 1] int32
-    query_start_loc: Int32Array
+    query_start_loc: A
     # [num_rows] int32
-    seq_lens: Int32Array
+    seq_lens: A
     # [num_rows, max_blocks] int32, padded with 0
-    block_tables: Int32Array
+    block_tables: A
+    # [num_samples + num_prompt_positions] int64: tokens of the step whose logits are needed, the sampled ones first
+    logits_index: A
+    # [num_samples] int64: places that the sampled tokens are written to
+    sample_places: A
+    # [num_prompt_positions] int64: places of the prompt tokens whose log-probabilities are asked for
+    prompt_places: A
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """The arrays of one step, and what the host must know of them."""
+
+    arrays: StepArrays[npt.NDArray[Any]]
     max_query_len: int
     max_seq_len: int
-    # [num_samples + num_prompt_positions] int64: tokens of the step whose logits are needed, the sampled ones first
-    logits_index: IntArray
-    # [num_samples] int64: places that the sampled tokens are written to
-    sample_places: IntArray
-    # [num_prompt_positions] int64: places of the prompt tokens whose log-probabilities are asked for
-    prompt_places: IntArray
     prompt_spans: tuple[PromptSpan, ...]
     sampled_rows: tuple[int, ...]
     """Indices in the plan of the rows that sample."""
@@ -62,7 +73,7 @@ class StepInputs:
     @property
     def num_tokens(self) -> int:
         """Tokens to compute."""
-        return len(self.positions)
+        return len(self.arrays.positions)
 
 
 class SlotArrays:
@@ -105,7 +116,7 @@ class SlotArrays:
         blocks = block_tables[row_of_token, positions // self._block_size].astype(np.int64)
         sampled = np.array([index for index, row in enumerate(plan.rows) if row.sample], np.int64)
         prompt_index, prompt_places, prompt_spans = self._prompt_positions(slots, first, starts)
-        return StepInputs(
+        arrays: StepArrays[npt.NDArray[Any]] = StepArrays(
             admit_tokens=admit_tokens,
             admit_places=admit_places,
             input_places=slots[row_of_token] * self._max_model_len + positions,
@@ -114,11 +125,14 @@ class SlotArrays:
             query_start_loc=starts.astype(np.int32),
             seq_lens=seq_lens.astype(np.int32),
             block_tables=block_tables,
-            max_query_len=int(query_lens.max(initial=0)),
-            max_seq_len=max_seq_len,
             logits_index=np.concatenate((starts[1:][sampled] - 1, prompt_index)),
             sample_places=slots[sampled] * self._max_model_len + seq_lens[sampled],
             prompt_places=prompt_places,
+        )
+        return StepInputs(
+            arrays=arrays,
+            max_query_len=int(query_lens.max(initial=0)),
+            max_seq_len=max_seq_len,
             prompt_spans=prompt_spans,
             sampled_rows=tuple(sampled.tolist()),
             num_rows=len(slots),

@@ -70,7 +70,7 @@ class StepLauncher:
             attention=attention,
             caches=_allocate_caches(loaded, device, num_blocks, config.block_size),
             block_size=config.block_size,
-            sampler=Sampler(*table_shape, self._vocab_size, device.torch_device),
+            sampler=Sampler(*table_shape, self._vocab_size),
             token_table=device.zeros(table_shape, torch.int64),
         )
         self._start_empty()

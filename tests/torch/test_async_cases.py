@@ -47,6 +47,10 @@ class LateLaunch:
         return self._launch.begin_ns
 
     @property
+    def compute_end_ns(self) -> int:
+        return self._launch.end_ns
+
+    @property
     def end_ns(self) -> int:
         return self._copied.result() if self._copied.done() else 0
 
@@ -66,7 +70,7 @@ class LateCopyDevice:
     def __init__(self, step_seconds: float, copy_seconds: float) -> None:
         self._cpu = CpuDevice(1)
         self.preferred_dtype, self.memory, self.zeros = self._cpu.preferred_dtype, self._cpu.memory, self._cpu.zeros
-        self.synchronize = self._cpu.synchronize
+        self.synchronize, self.peak_bytes = self._cpu.synchronize, self._cpu.peak_bytes
         self._step_seconds, self._copy_seconds = step_seconds, copy_seconds
         self._copy_stream = ThreadPoolExecutor(1)
         # Of the step that runs.
@@ -89,15 +93,15 @@ class LateCopyDevice:
             self._inputs, self._copies = [], copies
             value = work()
             for array in self._inputs:
-                array[...] = SPOILED
+                array[...] = SPOILED if array.itemsize > 1 else 127  # packed bytes: large numbers of any kind
             return value
 
         launch = self._cpu.submit(step)
         return LateLaunch(launch, self._copy_stream.submit(self._copy, launch, copies))
 
-    def to_device(self, array: Array) -> torch.Tensor:
-        self._inputs.append(array)
-        return self._cpu.to_device(array)
+    def to_device(self, arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
+        self._inputs.extend(arrays)
+        return self._cpu.to_device(arrays)
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.full_like(tensor, -SPOILED)
@@ -378,7 +382,7 @@ def test_the_spoiling_device_would_be_noticed() -> None:
     """The faults are real: results are garbage before they are copied, inputs after they were used."""
     device = LateCopyDevice(0.0, 0.2)
     array = np.arange(3)
-    launch = device.submit(lambda: device.to_host(device.to_device(array) + 1))
+    launch = device.submit(lambda: device.to_host(device.to_device([array])[0] + 1))
     device.synchronize()
     assert array.tolist() == [SPOILED] * 3
     assert not launch.done()

@@ -8,7 +8,7 @@ what follows from that alone it may read: a kernel for an accelerator takes it f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,7 @@ class WatchedDevice:
         self._cpu = CpuDevice(1)
         self.preferred_dtype, self.memory, self.zeros = self._cpu.preferred_dtype, self._cpu.memory, self._cpu.zeros
         self.synchronize, self.close, self.to_host = self._cpu.synchronize, self._cpu.close, self._cpu.to_host
+        self.peak_bytes = self._cpu.peak_bytes
         self.found: list[str] = []
         self.num_steps = 0
         self._host_values = HostValues()
@@ -163,10 +164,11 @@ class WatchedDevice:
 
         return self._cpu.submit(watched)
 
-    def to_device(self, array: Array) -> torch.Tensor:
-        tensor = self._cpu.to_device(array)
-        self._host_values.add(tensor)
-        return tensor
+    def to_device(self, arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
+        tensors = self._cpu.to_device(arrays)
+        for tensor in tensors:
+            self._host_values.add(tensor)
+        return tensors
 
 
 SAMPLINGS = {
@@ -265,10 +267,10 @@ READS: dict[str, Callable[[torch.Tensor], object]] = {
 def test_the_watch_notices_each_way_to_wait(read: Callable[[torch.Tensor], object]) -> None:
     device = WatchedDevice()
     weights = torch.tensor([1, 2, 3])
-    device.submit(lambda: read(device.to_device(np.arange(3)) * weights)).wait()
+    device.submit(lambda: read(device.to_device([np.arange(3)])[0] * weights)).wait()
     assert device.found
     sent_only = WatchedDevice()
-    sent_only.submit(lambda: read(sent_only.to_device(np.arange(3)) + 0)).wait()
+    sent_only.submit(lambda: read(sent_only.to_device([np.arange(3)])[0] + 0)).wait()
     assert sent_only.found == []
     assert device.close(10)
     assert sent_only.close(10)

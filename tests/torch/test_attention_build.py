@@ -8,6 +8,7 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +114,8 @@ def metadata(seq_len: int = 5, block: int = 1, slot: int = 20) -> AttentionMetad
         seq_lens=torch.tensor([seq_len], dtype=torch.int32),
         block_tables=torch.tensor([[block]], dtype=torch.int32),
         slot_mapping=torch.tensor([slot]),
+        query_start_loc_cpu=np.array([0, 1], np.int32),
+        seq_lens_cpu=np.array([seq_len], np.int32),
         num_rows=1,
         max_query_len=1,
         max_seq_len=seq_len,
@@ -162,6 +165,8 @@ def test_metadata_of_a_wrong_dtype_is_refused() -> None:
             seq_lens=torch.tensor([1], dtype=torch.int32),
             block_tables=torch.tensor([[0]], dtype=torch.int32),
             slot_mapping=torch.tensor([0], dtype=torch.int32),
+            query_start_loc_cpu=np.array([0, 1], np.int32),
+            seq_lens_cpu=np.array([1], np.int32),
             num_rows=1,
             max_query_len=1,
             max_seq_len=1,

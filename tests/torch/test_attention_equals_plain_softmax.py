@@ -74,11 +74,15 @@ def make_step(case: Case) -> Step:
         value_cache.flatten(0, 1)[slots[: row.cached]] = values[index][: row.cached]
         slot_mapping += slots[row.cached :]
     lengths = torch.tensor([0] + [row.new for row in case.rows])
+    query_start_loc = lengths.cumsum(0).int()
+    seq_lens = torch.tensor([row.cached + row.new for row in case.rows], dtype=torch.int32)
     metadata = AttentionMetadata(
-        query_start_loc=lengths.cumsum(0).int(),
-        seq_lens=torch.tensor([row.cached + row.new for row in case.rows], dtype=torch.int32),
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
         block_tables=block_tables,
         slot_mapping=torch.tensor(slot_mapping, dtype=torch.int64),
+        query_start_loc_cpu=query_start_loc.numpy(),
+        seq_lens_cpu=seq_lens.numpy(),
         num_rows=len(case.rows),
         max_query_len=max(row.new for row in case.rows),
         max_seq_len=max(row.cached + row.new for row in case.rows),

@@ -46,11 +46,15 @@ class Sequences:
         self, attention: PagedAttention, rows: list[tuple[int, int, int]], window: int | None, softcap: float | None
     ) -> list[torch.Tensor]:
         query_lens = [end - begin for _, begin, end in rows]
+        query_start_loc = torch.tensor([0, *query_lens]).cumsum(0).int()
+        seq_lens = torch.tensor([end for _, _, end in rows], dtype=torch.int32)
         metadata = AttentionMetadata(
-            query_start_loc=torch.tensor([0, *query_lens]).cumsum(0).int(),
-            seq_lens=torch.tensor([end for _, _, end in rows], dtype=torch.int32),
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
             block_tables=self.blocks[[sequence for sequence, _, _ in rows]],
             slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64),
+            query_start_loc_cpu=query_start_loc.numpy(),
+            seq_lens_cpu=seq_lens.numpy(),
             num_rows=len(rows),
             max_query_len=max(query_lens),
             max_seq_len=max(end for _, _, end in rows),

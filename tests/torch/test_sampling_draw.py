@@ -14,13 +14,12 @@ from runnerd_torch.sampling.draw import most_likely_ids
 from runnerd_torch.sampling.planner import MAX_TOP_K_CANDIDATES
 
 MAX_MODEL_LEN = 16
-CPU = torch.device("cpu")
 NEAR_ONE = 1 - 2.0**-53
 
 
 def sampler_of(all_params: Sequence[SamplingParams], vocab_size: int, prompt: tuple[int, ...] = (1, 2)) -> Sampler:
     """Give a sampler with one request in each slot."""
-    sampler = Sampler(len(all_params), MAX_MODEL_LEN, vocab_size, CPU)
+    sampler = Sampler(len(all_params), MAX_MODEL_LEN, vocab_size)
     for slot, params in enumerate(all_params):
         sampler.admit(Admit(slot, 0, prompt, len(prompt), params))
     return sampler
@@ -62,7 +61,7 @@ def test_draws_at_many_output_indices_follow_the_distribution(params: SamplingPa
     weights[weights.argsort()[: 5 - kept]] = 0
     expected = weights / weights.sum()
     count = 4000
-    sampler = Sampler(count, MAX_MODEL_LEN, 5, CPU)
+    sampler = Sampler(count, MAX_MODEL_LEN, 5)
     for slot in range(count):
         sampler.admit(Admit(slot, 0, (1,), 1, params))
     batch = sampler.plan([SampleRow(slot, 0, slot) for slot in range(count)])

@@ -5,14 +5,12 @@ from runnerd_spi import Admit, SamplingParams
 from runnerd_torch.sampling import LogprobTensors, Sampler, SampleRow, row_outputs, token_logprobs
 from runnerd_torch.sampling.logprobs import compute_logprobs
 
-CPU = torch.device("cpu")
-
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
     params = SamplingParams(
         temperature=0, logit_bias={0: 50.0}, repetition_penalty=2.0, allowed_token_ids=(0, 1), num_logprobs=3
     )
-    sampler = Sampler(1, 4, 5, CPU)
+    sampler = Sampler(1, 4, 5)
     sampler.admit(Admit(0, 0, (4,), 1, params))
     batch = sampler.plan([SampleRow(0, 0, 0)])
     logits = torch.tensor([[0.5, 3.0, -1.0, 2.0, 4.0]])
@@ -28,7 +26,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
 
 def test_each_row_gets_as_many_alternatives_as_it_asked_for() -> None:
     asked = [None, 0, 4, None, 2, 100]
-    sampler = Sampler(len(asked), 4, 7, CPU)
+    sampler = Sampler(len(asked), 4, 7)
     for slot, num_logprobs in enumerate(asked):
         sampler.admit(Admit(slot, 0, (1,), 1, SamplingParams(num_logprobs=num_logprobs, seed=slot)))
     batch = sampler.plan([SampleRow(slot, 0, 0) for slot in range(len(asked))])
@@ -48,7 +46,7 @@ def test_equal_logits_share_a_rank_and_list_the_lower_id_first() -> None:
 
 def test_prompt_logprobs_of_many_positions_are_those_of_each_alone() -> None:
     vocab_size, num_positions = 60_000, 150  # more than one part
-    sampler = Sampler(1, 4, vocab_size, CPU)
+    sampler = Sampler(1, 4, vocab_size)
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(num_positions, vocab_size, generator=generator).bfloat16()
     token_ids = torch.randint(vocab_size, (num_positions,), generator=generator)
@@ -62,7 +60,7 @@ def test_prompt_logprobs_of_many_positions_are_those_of_each_alone() -> None:
 
 
 def test_no_positions_give_no_records() -> None:
-    sampler = Sampler(1, 4, 9, CPU)
+    sampler = Sampler(1, 4, 9)
     assert token_logprobs(sampler.prompt_logprobs(torch.empty(0, 9), torch.empty(0, dtype=torch.int64), 3)) == ()
 
 

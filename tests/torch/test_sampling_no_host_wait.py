@@ -14,7 +14,6 @@ from runnerd_torch.sampling.planner import MAX_TOP_K_CANDIDATES
 
 VOCAB_SIZE = MAX_TOP_K_CANDIDATES + 500
 MAX_MODEL_LEN = 12
-CPU = torch.device("cpu")
 
 WAITING = {
     "_local_scalar_dense",
@@ -80,7 +79,7 @@ def feature_sets(largest: int) -> Iterator[tuple[str, ...]]:
 
 
 def planned(all_params: list[SamplingParams]) -> SamplingBatch:
-    sampler = Sampler(len(all_params), MAX_MODEL_LEN, VOCAB_SIZE, CPU)
+    sampler = Sampler(len(all_params), MAX_MODEL_LEN, VOCAB_SIZE)
     for slot, params in enumerate(all_params):
         sampler.admit(Admit(slot, 0, (1, 2), 2, params))
     return sampler.plan([SampleRow(slot, 0, 4) for slot in range(len(all_params))])
@@ -95,7 +94,7 @@ def test_no_feature_combination_makes_the_host_wait() -> None:
     table = torch.randint(6, (2 * len(FEATURES), MAX_MODEL_LEN), generator=generator)
     with NoHostWait():
         for batch in batches:
-            sampler = Sampler(batch.num_rows, MAX_MODEL_LEN, VOCAB_SIZE, CPU)
+            sampler = Sampler(batch.num_rows, MAX_MODEL_LEN, VOCAB_SIZE)
             sampler.sample(logits[: batch.num_rows], batch, table[: batch.num_rows])
         sampler.prompt_logprobs(logits, table[:, 0], 3)
 
@@ -105,9 +104,11 @@ def test_every_shape_is_known_without_any_values() -> None:
     meta = torch.device("meta")
     for names in feature_sets(2):
         batch = planned([params_of(names), SamplingParams(temperature=0)])
-        sampler = Sampler(2, MAX_MODEL_LEN, VOCAB_SIZE, meta)
+        sampler = Sampler(2, MAX_MODEL_LEN, VOCAB_SIZE)
         logits = torch.empty(2, VOCAB_SIZE, device=meta)
         table = torch.empty(2, MAX_MODEL_LEN, dtype=torch.int64, device=meta)
+        if batch.buffer is not None:
+            batch = batch.on(batch.buffer.to(meta))
         sampled = sampler.sample(logits, batch, table)
         assert sampled.token_ids.shape == (2,)
         if "logprobs" in names:
@@ -117,7 +118,7 @@ def test_every_shape_is_known_without_any_values() -> None:
 
 def test_a_plain_greedy_batch_is_one_argmax_and_needs_no_arrays() -> None:
     batch = planned([SamplingParams(temperature=0, top_k=3, top_p=0.5)] * 3)
-    assert batch == SamplingBatch(3, None)
+    assert batch == SamplingBatch(3, None, None)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ from runnerd_torch.sampling.processors import process_logits
 
 VOCAB_SIZE = 40
 MAX_MODEL_LEN = 32
-CPU = torch.device("cpu")
 GARBAGE = 10**12
 """What the token table may hold behind the last token of a request."""
 
@@ -39,7 +38,7 @@ def processed_and_probabilities(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Give our processed logits and the probability with which each token is drawn, both [vocab_size]."""
     slot, num_tokens = 2, len(prompt) + len(outputs)
-    sampler = Sampler(4, MAX_MODEL_LEN, VOCAB_SIZE, CPU)
+    sampler = Sampler(4, MAX_MODEL_LEN, VOCAB_SIZE)
     sampler.admit(Admit(slot, 0, tuple(prompt), len(prompt), params))
     batch = sampler.plan([SampleRow(slot, 0, len(outputs))])
     table = torch.full((4, MAX_MODEL_LEN), GARBAGE)
@@ -189,7 +188,7 @@ def test_a_bad_word_does_not_match_across_the_end_of_the_prompt() -> None:
 def test_penalties_of_requests_of_different_lengths_do_not_mix() -> None:
     params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25)
     requests = [([1, 2], [3]), ([4], [5, 5, 6, 7, 8, 9]), ([39, 38], []), ([0], [39, 39])]
-    sampler = Sampler(len(requests), MAX_MODEL_LEN, VOCAB_SIZE, CPU)
+    sampler = Sampler(len(requests), MAX_MODEL_LEN, VOCAB_SIZE)
     table = torch.full((len(requests), MAX_MODEL_LEN), GARBAGE)
     for slot, (prompt, outputs) in enumerate(requests):
         sampler.admit(Admit(slot, 0, tuple(prompt), len(prompt), params))
@@ -204,7 +203,7 @@ def test_penalties_of_requests_of_different_lengths_do_not_mix() -> None:
 
 
 def test_penalties_read_tokens_that_reach_the_table_after_the_plan() -> None:
-    sampler = Sampler(1, MAX_MODEL_LEN, VOCAB_SIZE, CPU)
+    sampler = Sampler(1, MAX_MODEL_LEN, VOCAB_SIZE)
     sampler.admit(Admit(0, 0, (1,), 1, SamplingParams(temperature=0, frequency_penalty=2.0)))
     table = torch.full((1, MAX_MODEL_LEN), GARBAGE)
     table[0, 0] = 1
@@ -230,7 +229,7 @@ def test_penalties_read_tokens_that_reach_the_table_after_the_plan() -> None:
     ],
 )
 def test_an_id_outside_the_vocabulary_is_refused_and_changes_nothing(params: SamplingParams) -> None:
-    sampler = Sampler(1, MAX_MODEL_LEN, VOCAB_SIZE, CPU)
+    sampler = Sampler(1, MAX_MODEL_LEN, VOCAB_SIZE)
     admit = Admit(0, 5, (1,), 1, params)
     with pytest.raises(PlanError, match="slot 0"):
         sampler.admit(admit)

@@ -7,15 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionMetadata:
-    """The layout of one step. All tensors lie on the CPU; new tokens of a row are adjacent and in order.
+    """The layout of one step; new tokens of a row are adjacent and in order.
+
+    The tensors lie beside the KV cache. What ends in ``_cpu`` are the same numbers on the host, for kernels whose
+    shapes or arguments follow from them: reading them from a device would make the host wait.
 
     Raises:
-        ValueError: A tensor has a wrong dtype, shape or device. Values are checked where they are used.
+        ValueError: A tensor has a wrong dtype or shape. Values are checked where they are used.
     """
 
     # [num_rows + 1] int32: row r's new tokens are query_start_loc[r] .. query_start_loc[r + 1] - 1
@@ -26,6 +31,9 @@ class AttentionMetadata:
     block_tables: torch.Tensor
     # [num_tokens] int64: block_id * block_size + offset of each new token
     slot_mapping: torch.Tensor
+    # [num_rows + 1] int32, and [num_rows] int32
+    query_start_loc_cpu: npt.NDArray[np.int32]
+    seq_lens_cpu: npt.NDArray[np.int32]
     num_rows: int
     max_query_len: int
     max_seq_len: int
@@ -42,8 +50,5 @@ class AttentionMetadata:
 
 def _check(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     fits = len(shape) == tensor.dim() and all(want in (-1, got) for want, got in zip(shape, tensor.shape, strict=True))
-    if not fits or tensor.dtype != dtype or tensor.device.type != "cpu":
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; "
-            f"expected {dtype} {shape} on cpu (-1: any size)"
-        )
+    if not fits or tensor.dtype != dtype:
+        raise ValueError(f"{name} is {tensor.dtype} {tuple(tensor.shape)}; expected {dtype} {shape} (-1: any size)")

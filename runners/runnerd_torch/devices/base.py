@@ -6,7 +6,7 @@ of models, plans or sampling.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,11 @@ class Launch(Protocol[T_co]):
     @property
     def begin_ns(self) -> int:
         """When the device began the work (``time.monotonic_ns``); 0 until it has ended."""
+        ...
+
+    @property
+    def compute_end_ns(self) -> int:
+        """When the device had done the work but for its copies to the host; 0 until ``end_ns`` is known."""
         ...
 
     @property
@@ -87,17 +92,24 @@ class Device(Protocol):
         """
         ...
 
-    def to_device(self, array: Array) -> torch.Tensor:
-        """Put a step's own array on the device, in stream order; for use inside submitted work.
+    def to_device(self, arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
+        """Put a step's own arrays on the device, in one copy and in stream order; for use inside submitted work.
 
-        The array must not change afterwards.
+        The arrays must not change afterwards.
         """
         ...
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start a copy to host memory; for use inside submitted work.
+        """Copy to host memory as soon as the work is computed; for use inside submitted work.
 
-        The result may be read once the launch of that work is done.
+        The result may be read once the launch of that work is done. The work must not change the tensor afterwards.
+        """
+        ...
+
+    def peak_bytes(self, run: Callable[[], None]) -> int | None:
+        """Call ``run``, which submits work and waits for it, and give the most memory that this held at once.
+
+        What was held before does not count. None when the device cannot tell; ``run`` is then not called.
         """
         ...
 

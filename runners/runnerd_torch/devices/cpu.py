@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic
 
@@ -39,6 +39,11 @@ class CpuLaunch(Generic[T]):
     def begin_ns(self) -> int:
         """When the thread began."""
         return self._begin_ns
+
+    @property
+    def compute_end_ns(self) -> int:
+        """The same as ``end_ns``: there is nothing to copy."""
+        return self._end_ns
 
     @property
     def end_ns(self) -> int:
@@ -123,13 +128,17 @@ class CpuDevice:
         self._queue.put(launch)
         return launch
 
-    def to_device(self, array: Array) -> torch.Tensor:
-        """Give a tensor over the array's own memory."""
-        return torch.from_numpy(array)
+    def to_device(self, arrays: Sequence[Array]) -> tuple[torch.Tensor, ...]:
+        """Give tensors over the arrays' own memory."""
+        return tuple(map(torch.from_numpy, arrays))
 
     def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Give the tensor itself."""
         return tensor
+
+    def peak_bytes(self, run: Callable[[], None]) -> int | None:
+        """Give None: torch does not count what it holds on the host."""
+        return None
 
     def synchronize(self) -> None:
         """Wait until all submitted work has ended."""

@@ -6,8 +6,10 @@ cannot change a step that is still running. Row numbers are places in the step's
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from runnerd_torch.sampling.packing import ArrayRef
@@ -112,8 +114,10 @@ class SamplingBatch:
     """A step's rows. A field of None costs nothing; with all None a step is one argmax."""
 
     num_rows: int
+    packed: npt.NDArray[np.uint8] | None
+    """[size]: all arrays, on the host; None: there are none."""
     buffer: torch.Tensor | None
-    """[size] uint8 in host memory: all arrays; None: there are none."""
+    """[size] uint8: the same memory, and after :meth:`on` a copy on the device."""
     penalties: Penalties | None = None
     logit_bias: LogitBias | None = None
     allowed: AllowedTokens | None = None
@@ -127,6 +131,10 @@ class SamplingBatch:
     sorted_draws: Draws | None = None
     """Rows with top-p alone or a large top-k: they need all tokens sorted."""
     logprobs: LogprobRows | None = None
+
+    def on(self, buffer: torch.Tensor) -> SamplingBatch:
+        """Give the same batch with its arrays in ``buffer``, a copy on the device."""
+        return replace(self, buffer=buffer)
 
     @property
     def changes_logits(self) -> bool:

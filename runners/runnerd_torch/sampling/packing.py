@@ -1,4 +1,4 @@
-"""Carries the arrays of a step to the device in one copy. Knows nothing of what they mean."""
+"""Lays the arrays of a step behind one another, for one copy to the device. Knows nothing of what they mean."""
 
 from __future__ import annotations
 
@@ -47,14 +47,9 @@ class ArrayPacker:
         self._arrays.append((ref, array))
         return ref
 
-    def pack(self, *, pin: bool) -> torch.Tensor:
-        """Give the buffer, [size] uint8 in host memory.
-
-        Args:
-            pin: Use page-locked memory, so that a copy to the device does not wait.
-        """
-        buffer = torch.empty(self._size, dtype=torch.uint8, pin_memory=pin)
-        raw = buffer.numpy()
+    def pack(self) -> npt.NDArray[np.uint8]:
+        """Give the buffer, [size] uint8."""
+        buffer = np.empty(self._size, np.uint8)
         for ref, array in self._arrays:
-            raw[ref.begin : ref.end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            buffer[ref.begin : ref.end] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return buffer

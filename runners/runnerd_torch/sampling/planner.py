@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from runnerd_spi import PlanError
 from runnerd_torch.sampling.batch import (
@@ -31,14 +32,13 @@ _NONE = np.empty(0, np.int64)
 BoolArray = npt.NDArray[np.bool_]
 
 
-def plan_batch(rows: Sequence[SampleRow], table: SlotTable, vocab_size: int, *, pin: bool) -> SamplingBatch:
+def plan_batch(rows: Sequence[SampleRow], table: SlotTable, vocab_size: int) -> SamplingBatch:
     """Give the batch of ``rows``, in this order.
 
     Args:
         rows: At most one for each slot.
         table: The parameters of the slots.
         vocab_size: Width of the logits.
-        pin: Use page-locked memory.
 
     Raises:
         PlanError: A row names a slot that belongs to another epoch.
@@ -47,9 +47,9 @@ def plan_batch(rows: Sequence[SampleRow], table: SlotTable, vocab_size: int, *, 
     _check_epochs(rows, slots, table)
     features = table.features[slots]
     if not features.any():
-        return SamplingBatch(len(rows), None)
+        return SamplingBatch(len(rows), None, None)
     indices = np.array([row.output_index for row in rows], np.int64)
-    return _BatchPlan(slots, indices, features, table, vocab_size).build(pin=pin)
+    return _BatchPlan(slots, indices, features, table, vocab_size).build()
 
 
 def _check_epochs(rows: Sequence[SampleRow], slots: IntArray, table: SlotTable) -> None:
@@ -77,20 +77,24 @@ class _BatchPlan:
         self._vocab_size = vocab_size
         self._packer = ArrayPacker()
 
-    def build(self, *, pin: bool) -> SamplingBatch:
+    def build(self) -> SamplingBatch:
         id_order, top_k, full_sort = self._draws()
+        penalties, logit_bias, allowed = self._penalties(), self._logit_bias(), self._allowed()
+        banned, bad_words, logprobs = self._banned(), self._bad_words(), self._logprobs()
+        packed = self._packer.pack()
         return SamplingBatch(
             num_rows=len(self._slots),
-            penalties=self._penalties(),
-            logit_bias=self._logit_bias(),
-            allowed=self._allowed(),
-            banned=self._banned(),
-            bad_words=self._bad_words(),
+            packed=packed,
+            buffer=torch.from_numpy(packed),
+            penalties=penalties,
+            logit_bias=logit_bias,
+            allowed=allowed,
+            banned=banned,
+            bad_words=bad_words,
             id_order_draws=id_order,
             top_k_draws=top_k,
             sorted_draws=full_sort,
-            logprobs=self._logprobs(),
-            buffer=self._packer.pack(pin=pin),
+            logprobs=logprobs,
         )
 
     def _with(self, feature: Feature) -> IntArray:

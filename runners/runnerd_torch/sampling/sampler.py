@@ -52,13 +52,11 @@ class Sampler:
         max_num_seqs: Number of slots.
         max_model_len: Width of the token table.
         vocab_size: Width of the logits.
-        device: Where logits and token table are.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int) -> None:
         self._table_shape = (max_num_seqs, max_model_len)
         self._vocab_size = vocab_size
-        self._device = device
         self._slots = SlotTable(max_num_seqs, vocab_size)
 
     def check(self, admit: Admit) -> None:
@@ -87,14 +85,14 @@ class Sampler:
         Raises:
             PlanError: A row names a slot that belongs to another epoch.
         """
-        return plan_batch(rows, self._slots, self._vocab_size, pin=self._device.type != "cpu")
+        return plan_batch(rows, self._slots, self._vocab_size)
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch, token_table: torch.Tensor) -> SampledTensors:
         """Choose a token for each row. Enqueues device work only; the logits are left as they are.
 
         Args:
             logits: [num_rows, vocab_size], any float type, on the device.
-            batch: The plan of these rows.
+            batch: The plan of these rows, its arrays on the device.
             token_table: [max_num_seqs, max_model_len] int64, on the device; holds all earlier tokens of the rows.
 
         Raises:
@@ -105,7 +103,7 @@ class Sampler:
         processed = logits.to(torch.float32, copy=batch.changes_logits, memory_format=torch.contiguous_format)
         if batch.buffer is None:
             return SampledTensors(_greedy(processed), None)
-        buffer = batch.buffer.to(self._device, non_blocking=True)
+        buffer = batch.buffer
         process_logits(processed, batch, buffer, token_table)
         choices = _greedy(processed)
         highest = processed.gather(1, choices[0][:, None])
