@@ -1,8 +1,9 @@
 """A leaner forward for Llama-like decoders: one projection for query, key and value, one for gate and up, no modules.
 
 The generic path spends, on small models, as long in module calls and small operations as in the matrix products. Here a
-layer is a dozen operations on two-dimensional tensors. The weights are taken out of the transformers model, so nothing
-is held twice. Which layers attend how was found by the probe of the generic path.
+layer is a dozen operations on two-dimensional tensors; those between the matrix products are the device's own
+(:class:`~runnerd_torch.layer_ops.LayerOps`). The weights are taken out of the transformers model, so nothing is held
+twice. Which layers attend how was found by the probe of the generic path.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from runnerd_torch.layer_ops import LayerOps, Norm, RotaryEmbedding, Rotate
 from runnerd_torch.linear import Linear, LinearFactory
 from runnerd_torch.models import LayerSpec, StepAttention, TransformersModel
 
@@ -30,24 +32,14 @@ _FAMILIES = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCau
 
 
 @dataclass(frozen=True, slots=True)
-class _Norm:
-    # [size]
-    weight: torch.Tensor
-    eps: float
-
-    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(inputs, self.weight.shape, self.weight, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
 class _Layer:
     spec: LayerSpec
-    input_norm: _Norm
+    input_norm: Norm
     qkv: Linear
-    query_norm: _Norm | None
-    key_norm: _Norm | None
+    query_norm: Norm | None
+    key_norm: Norm | None
     output: Linear
-    mlp_norm: _Norm
+    mlp_norm: Norm
     gate_up: Linear
     activation: Callable[[torch.Tensor], torch.Tensor]
     down: Linear
@@ -60,18 +52,31 @@ class FusedModel:
         network: The loaded model; its weights are taken out of it, so it must not be used afterwards.
         probed: The generic path over the same model.
         make_linear: Makes the projections of their weights.
+        ops: What the device does between them.
+        max_positions: Positions are below this.
     """
 
-    def __init__(self, network: PreTrainedModel, probed: TransformersModel, make_linear: LinearFactory) -> None:
+    def __init__(
+        self,
+        network: PreTrainedModel,
+        probed: TransformersModel,
+        make_linear: LinearFactory,
+        ops: LayerOps,
+        max_positions: int,
+    ) -> None:
         self._specs = probed.layers
         self._vocab_size = probed.vocab_size
+        self._ops = ops
         decoder = network.model
-        self._rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]] = decoder.rotary_emb
+        embedding: torch.Tensor = decoder.embed_tokens.weight
+        self._rotation = ops.rotary_tables(
+            RotaryEmbedding(decoder.rotary_emb, max_positions, embedding.dtype, embedding.device)
+        )
         self._layers = tuple(
             _take_layer(layer, spec, make_linear) for layer, spec in zip(decoder.layers, probed.layers, strict=True)
         )
-        self._norm = _take_norm(decoder.norm)
-        embedding: torch.Tensor = decoder.embed_tokens.weight
+        # What follows each layer's MLP: the next layer's first norm, at last the model's.
+        self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), _take_norm(decoder.norm))
         is_tied = network.lm_head.weight is embedding
         self._head = _take(make_linear, network.lm_head)
         # A tied embedding reads the head's weight, wherever that has gone.
@@ -94,24 +99,21 @@ class FusedModel:
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, attention: StepAttention
     ) -> torch.Tensor:
         """Compute one step."""
+        ops = self._ops
         # [num_tokens, hidden_size]
         hidden = self._embed(input_ids)
-        cos, sin = self._rotary(hidden, position_ids=positions.unsqueeze(0))
-        # [num_tokens, 1, head_dim]
-        cos, sin = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
-        half = sin.shape[-1] // 2
-        # Turning a vector's halves around and negating the new first one is a roll times this sign.
-        sin = torch.cat((-sin[..., :half], sin[..., half:]), dim=-1)
+        rotate = ops.rotate(*self._rotation(positions))
+        normed = ops.norm(hidden, self._layers[0].input_norm)
         last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
-            heads = _attend(layer, index, layer.input_norm(hidden), cos, sin, attention)
+        for index, (layer, next_norm) in enumerate(zip(self._layers, self._next_norms, strict=True)):
+            heads = _attend(layer, index, normed, rotate, attention)
             if index == last:
                 # Beyond the last keys and values, only what is sampled from counts.
                 heads, hidden = heads.index_select(0, logits_index), hidden.index_select(0, logits_index)
-            hidden = layer.output.added_to(hidden, heads)
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-            hidden = layer.down.added_to(hidden, layer.activation(gate).mul_(up))
-        return self._head(self._norm(hidden))
+            normed, hidden = ops.add_norm(layer.output, heads, hidden, layer.mlp_norm)
+            gated = ops.gate(layer.gate_up(normed), layer.activation)
+            normed, hidden = ops.add_norm(layer.down, gated, hidden, next_norm)
+        return self._head(normed)
 
 
 def can_fuse(network: PreTrainedModel) -> bool:
@@ -121,21 +123,14 @@ def can_fuse(network: PreTrainedModel) -> bool:
     )
 
 
-def _attend(
-    layer: _Layer, index: int, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attention: StepAttention
-) -> torch.Tensor:
+def _attend(layer: _Layer, index: int, inputs: torch.Tensor, rotate: Rotate, attention: StepAttention) -> torch.Tensor:
     spec = layer.spec
     num_tokens = inputs.shape[0]
     # [num_tokens, num_heads + 2 * num_kv_heads, head_dim]
     qkv = layer.qkv(inputs).view(num_tokens, -1, spec.head_dim)
     num_rotated = spec.num_heads + spec.num_kv_heads
-    rotated, value = qkv[:, :num_rotated], qkv[:, num_rotated:]
-    if layer.query_norm is not None and layer.key_norm is not None:
-        query, key = qkv[:, : spec.num_heads], qkv[:, spec.num_heads : num_rotated]
-        rotated = torch.cat((layer.query_norm(query), layer.key_norm(key)), dim=1)
-    rotated = torch.addcmul(rotated * cos, rotated.roll(spec.head_dim // 2, dims=-1), sin)
-    heads = attention.run(index, rotated[:, : spec.num_heads], rotated[:, spec.num_heads :], value, spec)
-    return heads.view(num_tokens, -1)
+    query, key = rotate(qkv[:, :num_rotated], spec.num_heads, layer.query_norm, layer.key_norm)
+    return attention.run(index, query, key, qkv[:, num_rotated:], spec).view(num_tokens, -1)
 
 
 def _take_layer(layer: Any, spec: LayerSpec, make_linear: LinearFactory) -> _Layer:
@@ -165,5 +160,5 @@ def _take(make_linear: LinearFactory, *projections: Any) -> Linear:
     return make_linear(torch.cat(weights) if len(weights) > 1 else weights[0], torch.cat(biases) if biases else None)
 
 
-def _take_norm(norm: Any) -> _Norm:
-    return _Norm(norm.weight, norm.variance_epsilon)
+def _take_norm(norm: Any) -> Norm:
+    return Norm(norm.weight, norm.variance_epsilon)

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 from runnerd_torch.devices.base import Device
 from runnerd_torch.fused import FusedModel, can_fuse
 from runnerd_torch.gguf_reading import quick_gguf_reading
+from runnerd_torch.layer_ops import LayerOps
 from runnerd_torch.limits import eos_token_ids, intermediate_size, model_length, refuse_architecture
 from runnerd_torch.linear import LinearFactory
 from runnerd_torch.memory import ModelShape
@@ -46,7 +47,12 @@ class LoadedModel:
 
 
 def load_model(
-    config: RunnerConfig, device: Device, progress: Progress, model_impl: ModelImpl, make_linear: LinearFactory
+    config: RunnerConfig,
+    device: Device,
+    progress: Progress,
+    model_impl: ModelImpl,
+    make_linear: LinearFactory,
+    layer_ops: LayerOps,
 ) -> LoadedModel:
     """Read the weights and put them on the device.
 
@@ -56,6 +62,7 @@ def load_model(
         progress: Told how far it is.
         model_impl: Whose forward to run; "auto" takes the fused one where there is one.
         make_linear: Makes the projections of the fused one.
+        layer_ops: What the fused one does between them.
 
     Raises:
         ModelLoadError: The model cannot be read or served; the message says why and what to do.
@@ -69,12 +76,13 @@ def load_model(
         max_model_len = model_length(path.name, settings, config.max_model_len)
         dtype = _choose_dtype(config.dtype, None if path.is_file() else settings.dtype, device)
         network = _call(path, "weights", lambda: _read_weights(path, config, settings, dtype))
+    _check_room(path, network, device)
     network = network.to(device.torch_device).eval().requires_grad_(False)
     parameters = list(network.parameters())
     num_parameters = sum(one.numel() for one in parameters)
-    weights_bytes = sum(one.numel() * one.element_size() for one in (*parameters, *network.buffers()))
+    weights_bytes = _num_bytes(network)
     del parameters
-    paged = _call(path, "model", lambda: _build_model(path, network, model_impl, make_linear))
+    paged = _call(path, "model", lambda: _build_model(path, network, model_impl, make_linear, layer_ops, max_model_len))
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,
         architecture=type(network).__name__,
@@ -99,7 +107,12 @@ def load_model(
 
 
 def _build_model(
-    path: Path, network: transformers.PreTrainedModel, model_impl: ModelImpl, make_linear: LinearFactory
+    path: Path,
+    network: transformers.PreTrainedModel,
+    model_impl: ModelImpl,
+    make_linear: LinearFactory,
+    layer_ops: LayerOps,
+    max_model_len: int,
 ) -> PagedModel:
     probed = TransformersModel(network)
     fusible = can_fuse(network)
@@ -107,7 +120,25 @@ def _build_model(
         raise ModelLoadError(
             f"{path}: model_impl fused does not serve this {type(network).__name__}; choose auto or transformers"
         )
-    return FusedModel(network, probed, make_linear) if fusible and model_impl != "transformers" else probed
+    if not fusible or model_impl == "transformers":
+        return probed
+    return FusedModel(network, probed, make_linear, layer_ops, max_model_len)
+
+
+def _check_room(path: Path, network: transformers.PreTrainedModel, device: Device) -> None:
+    """Refuse a model that the device's memory cannot hold; on the CPU it is in memory already."""
+    if device.torch_device.type == "cpu":
+        return
+    needed, free = _num_bytes(network), device.memory().free_bytes
+    if needed > free:
+        raise ModelLoadError(
+            f"{path}: the weights take {needed} bytes, but {device.description} has {free} bytes free; free the "
+            "device, or choose another one, a smaller model or a smaller dtype"
+        )
+
+
+def _num_bytes(network: transformers.PreTrainedModel) -> int:
+    return sum(one.numel() * one.element_size() for one in (*network.parameters(), *network.buffers()))
 
 
 def find_checkpoint(model: str | None) -> Path:

@@ -15,6 +15,7 @@ from runnerd_torch.attention import PagedAttention
 from runnerd_torch.devices.base import Device
 from runnerd_torch.handle import TorchStepHandle
 from runnerd_torch.launching import StepLauncher
+from runnerd_torch.layer_ops import LayerOps, TorchLayerOps
 from runnerd_torch.linear import LinearFactory
 from runnerd_torch.loading import LoadedModel, ModelImpl, load_model
 from runnerd_torch.memory import kv_budget
@@ -35,6 +36,7 @@ class TorchModelRunner:
         build_linear: Gives the maker of the fused models' projections; the same holds.
         max_logprobs: Most alternatives a request may ask for.
         model_impl: Whose forward to run.
+        layer_ops: What the fused models do between their projections; None takes plain PyTorch.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class TorchModelRunner:
         build_linear: Callable[[], LinearFactory],
         max_logprobs: int,
         model_impl: ModelImpl = "auto",
+        layer_ops: LayerOps | None = None,
     ) -> None:
         self._config = config
         self._device = device
@@ -52,6 +55,7 @@ class TorchModelRunner:
         self._build_linear = build_linear
         self._max_logprobs = max_logprobs
         self._model_impl = model_impl
+        self._layer_ops = layer_ops or TorchLayerOps()
         self._next_call = "load"
         self._closed = False
         self._free_bytes_before_load = 0
@@ -73,7 +77,7 @@ class TorchModelRunner:
         progress("preparing kernels", 1, 2)
         make_linear = self._build_linear()
         progress("preparing kernels", 2, 2)
-        self._loaded = load_model(self._config, self._device, progress, self._model_impl, make_linear)
+        self._loaded = load_model(self._config, self._device, progress, self._model_impl, make_linear, self._layer_ops)
         self._next_call = "profile"
         return self._loaded.info
 
