@@ -7,11 +7,13 @@ clock, of handles or of the host's view.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from runnerd_sim.device import CRASH_EXIT_CODE
 from runnerd_sim.kv_cache import BlockTable, KVCache
 from runnerd_sim.model import EOS_TOKEN_ID, Float32Array, SimModel, UInt64Array, history_terms, uniform
 from runnerd_sim.sampling import History, choose, is_plain_greedy, token_logprobs
@@ -54,6 +56,7 @@ class Executor:
         max_model_len: Most tokens of a request.
         block_size: Tokens in a block.
         fail_row_token: Text whose presence in a request's tokens makes its rows fail; None for none.
+        crash_row_token: Text whose presence in a request's tokens ends the process; None for none.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class Executor:
         max_model_len: int,
         block_size: int,
         fail_row_token: str | None,
+        crash_row_token: str | None,
     ) -> None:
         self._model = model
         self._kv_cache = kv_cache
         self._block_size = block_size
         self._fail_row_bytes = None if fail_row_token is None else fail_row_token.encode()
+        self._crash_row_bytes = None if crash_row_token is None else crash_row_token.encode()
         self._requests: dict[int, _Request] = {}
         # [max_num_seqs, max_model_len] int16
         self._token_table: npt.NDArray[np.int16] = np.zeros((max_num_seqs, max_model_len), dtype=np.int16)
@@ -101,6 +106,8 @@ class Executor:
         decodes: list[int] = []
         for index, row in enumerate(rows):
             request = self._requests[row.slot]
+            if self._crash_row_bytes is not None and self._contains(row, self._crash_row_bytes):
+                os._exit(CRASH_EXIT_CODE)
             if self._fails(row, request):
                 forward.failures[index] = request.failure or ""
             elif self._kv_cache.shadow or row.num_new_tokens > 1 or request.params.num_prompt_logprobs is not None:
@@ -184,11 +191,13 @@ class Executor:
     def _fails(self, row: Row, request: _Request) -> bool:
         """Whether the row is to fail; notes why in the request."""
         wanted = self._fail_row_bytes
-        if request.failure is None and wanted is not None:
-            # Matches that end before this row were found by the rows before it.
-            begin = max(row.first_position - len(wanted) + 1, 0)
-            tokens = self._token_table[row.slot, begin : row.first_position + row.num_new_tokens]
-            # EOS becomes 255, which no UTF-8 text contains.
-            if wanted in np.where(tokens == EOS_TOKEN_ID, 255, tokens).astype(np.uint8).tobytes():
-                request.failure = f"the request contains {wanted.decode()!r} (option fail_row_token)"
+        if request.failure is None and wanted is not None and self._contains(row, wanted):
+            request.failure = f"the request contains {wanted.decode()!r} (option fail_row_token)"
         return request.failure is not None
+
+    def _contains(self, row: Row, wanted: bytes) -> bool:
+        """Whether ``wanted`` ends within the row; matches that end before it were found by the rows before."""
+        begin = max(row.first_position - len(wanted) + 1, 0)
+        tokens = self._token_table[row.slot, begin : row.first_position + row.num_new_tokens]
+        # EOS becomes 255, which no UTF-8 text contains.
+        return wanted in np.where(tokens == EOS_TOKEN_ID, 255, tokens).astype(np.uint8).tobytes()

@@ -24,6 +24,7 @@ OPTIONS = (
     RunnerOption("kv_shadow", bool, False, "check the whole history of every row in its KV blocks; slower"),
     RunnerOption("fail_at_step", int, None, "step id that fails fatally"),
     RunnerOption("fail_row_token", str, None, "text; a request whose tokens contain it fails alone"),
+    RunnerOption("crash_row_token", str, None, "text; a request whose tokens contain it ends the process with code 70"),
     RunnerOption("crash_at_step", int, None, "step id at whose end the process exits at once with code 70"),
     RunnerOption("stall_at_step", int, None, "step id that takes stall_seconds longer"),
     RunnerOption("stall_seconds", float, 60.0, "how much longer the step stall_at_step takes"),
@@ -46,6 +47,7 @@ class SimOptions:
     kv_shadow: bool
     fail_at_step: int | None
     fail_row_token: str | None
+    crash_row_token: str | None
     crash_at_step: int | None
     stall_at_step: int | None
     stall_seconds: float
@@ -76,6 +78,7 @@ class SimOptions:
             kv_shadow=read.flag("kv_shadow"),
             fail_at_step=read.step("fail_at_step"),
             fail_row_token=read.text("fail_row_token"),
+            crash_row_token=read.text("crash_row_token"),
             crash_at_step=read.step("crash_at_step"),
             stall_at_step=read.step("stall_at_step"),
             stall_seconds=read.seconds("stall_seconds"),

@@ -157,6 +157,7 @@ class SimModelRunner:
             max_model_len=self._max_model_len,
             block_size=config.block_size,
             fail_row_token=self._options.fail_row_token,
+            crash_row_token=self._options.crash_row_token,
         )
         self._model.logits(np.zeros(config.max_num_seqs, dtype=np.uint64))
         self._device = SimDevice()

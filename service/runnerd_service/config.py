@@ -59,4 +59,10 @@ class ServerConfig:
     """Requests that may wait for a place; further ones get RESOURCE_EXHAUSTED."""
     drain_seconds: float = 30.0
     """How long live requests may go on after SIGTERM."""
+    max_engine_restarts: int = 5
+    """Restarts of the engine in a row without progress, after which the server gives up; 0: at the first failure."""
+    engine_restart_backoff_seconds: float = 1.0
+    """Wait before the second restart in a row; doubles with each further one. The first is made at once."""
+    step_timeout_seconds: float = 300.0
+    """An engine with work that ends no step in this time hangs, and is restarted; 0: it may take any time."""
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -57,7 +57,11 @@ class Overloaded(RunnerdError):
 
 
 class EngineFailed(RunnerdError):
-    """The engine failed while it computed the request."""
+    """The engine failed and was not brought back; ``retry_after_seconds`` says when another one may be there."""
+
+    def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class EngineStartFailed(RunnerdError):
@@ -70,6 +74,10 @@ class EngineStartFailed(RunnerdError):
 
 class RowFailed(RunnerdError):
     """The runner could not compute this request; others go on."""
+
+
+class PoisonousRequest(RunnerdError):
+    """The engine died of this request more than once, at last with no other beside it; it is not tried again."""
 
 
 class ConfigurationError(RunnerdError):

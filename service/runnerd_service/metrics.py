@@ -1,6 +1,6 @@
 """Prometheus metrics over HTTP, on a port and a thread of their own. They are read when somebody asks.
 
-The collector asks for a snapshot at each scrape and keeps nothing itself; totals are since the engine's start. This
+The collector asks for a snapshot at each scrape and keeps nothing itself; totals are since the server's start. This
 module knows neither engine nor gRPC: whoever starts it says where the figures come from.
 """
 
@@ -21,7 +21,7 @@ from runnerd_service.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
-    """What is told at a scrape. Counts and seconds are totals since the engine's start."""
+    """What is told at a scrape. Counts and seconds are totals since the server's start."""
 
     num_running: int
     num_waiting: int
@@ -41,6 +41,10 @@ class MetricsSnapshot:
     """By phase of the engine's loop."""
     max_in_flight: int | None
     """None until the engine has started."""
+    engine_restarts: Mapping[str, int]
+    """By cause."""
+    num_poisonous: int
+    """Requests that were failed because engines died of them."""
 
     @property
     def device_busy_ratio(self) -> float:
@@ -89,6 +93,11 @@ class SnapshotCollector(Collector):
             ),
             ("runnerd_prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_cache_hits),
             ("runnerd_steps", "Steps of the model.", now.num_steps),
+            (
+                "runnerd_poisonous_requests",
+                "Requests that were failed because the engine died of them.",
+                now.num_poisonous,
+            ),
             ("runnerd_device_busy_seconds", "Time in which the device computed steps.", now.device_busy_seconds),
             (
                 "runnerd_device_idle_seconds",
@@ -102,6 +111,12 @@ class SnapshotCollector(Collector):
             "Time in which the device was idle although a request could have run, by what held it up.",
             "cause",
             now.bubble_seconds,
+        )
+        yield _labelled(
+            "runnerd_engine_restarts",
+            "Restarts of the engine, by what made them necessary.",
+            "cause",
+            now.engine_restarts,
         )
         yield _labelled("runnerd_host_step_seconds", "Time of the engine's loop by phase.", "phase", now.host_seconds)
 

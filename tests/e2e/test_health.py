@@ -55,7 +55,7 @@ async def test_health_follows_the_state_from_loading_to_draining(serve, health) 
 
 async def test_health_is_not_serving_once_the_engine_failed(serve, health) -> None:
     async with (
-        serve(options={"fail_at_step": "3"}) as live,
+        serve(options={"fail_at_step": "3"}, max_engine_restarts=0) as live,
         grpc.aio.insecure_channel(live.address) as channel,
     ):
         stub = health(channel)

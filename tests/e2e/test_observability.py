@@ -206,7 +206,7 @@ async def test_a_trace_is_refused_while_the_model_loads(serve) -> None:
 
 
 async def test_a_trace_ends_when_the_engine_fails(serve) -> None:
-    async with serve(options={"fail_at_step": "20", "step_seconds": "0.01"}) as live:
+    async with serve(options={"fail_at_step": "20", "step_seconds": "0.01"}, max_engine_restarts=0) as live:
         trace = asyncio.create_task(live.client.capture_trace(60))
         with pytest.raises(UnavailableError):
             await live.client.generate("x", max_tokens=500, ignore_eos=True)

@@ -227,7 +227,7 @@ async def test_a_loading_server_answers_questions_and_refuses_generations(serve)
 
 
 async def test_a_failed_engine_ends_its_streams_with_a_status(serve) -> None:
-    async with serve(options={"fail_at_step": "5", "step_seconds": "0.01"}) as live:
+    async with serve(options={"fail_at_step": "5", "step_seconds": "0.01"}, max_engine_restarts=0) as live:
         with pytest.raises(RunnerdError) as caught:
             async for _ in live.client.stream("x", max_tokens=500, ignore_eos=True):
                 pass

@@ -16,9 +16,12 @@ from runnerd_service.frontend.tokenizer import load_tokenizer
 from runnerd_service.frontend.types import Event, Generation, OutputChunk
 
 
-def frontend_of(runner: str = "sim", model: str | None = None, **options: Any) -> Frontend:
+def frontend_of(
+    runner: str = "sim", model: str | None = None, max_engine_restarts: int = 5, **options: Any
+) -> Frontend:
     texts = {name: str(value) for name, value in options.items()}
-    return Frontend(ServerConfig(engine=EngineConfig(runner=runner, model=model, runner_options=texts)))
+    engine = EngineConfig(runner=runner, model=model, runner_options=texts)
+    return Frontend(ServerConfig(engine=engine, max_engine_restarts=max_engine_restarts))
 
 
 async def events_of(frontend: Frontend, generation: Generation) -> list[Event]:
@@ -175,8 +178,8 @@ async def test_close_ends_live_requests_with_an_error() -> None:
 
 
 @pytest.mark.parametrize("option", ["crash_at_step", "fail_at_step"])
-async def test_engine_that_fails_fails_its_requests_and_the_server(option: str) -> None:
-    frontend = frontend_of(**{option: 6})
+async def test_engine_that_fails_and_may_not_be_restarted_fails_its_requests_and_the_server(option: str) -> None:
+    frontend = frontend_of(max_engine_restarts=0, **{option: 6})
     await frontend.start()
     try:
         live = [

@@ -43,13 +43,17 @@ def scrape(url: str) -> Samples:
         return {(one.name, "".join(one.labels.values())): one.value for family in families for one in family.samples}
 
 
+def snapshot_of(load: Load, ready: EngineReady | None) -> MetricsSnapshot:
+    return metrics_snapshot(load, ready, engine_restarts={"hang": 2, "signal": 0}, num_poisonous=1)
+
+
 def scraped(snapshot: MetricsSnapshot) -> Samples:
     with closing(MetricsServer("127.0.0.1", 0, lambda: snapshot)) as server:
         return scrape(server.url)
 
 
 def test_a_scrape_tells_every_counter_of_the_engine() -> None:
-    samples = scraped(metrics_snapshot(LOAD, READY))
+    samples = scraped(snapshot_of(LOAD, READY))
     assert samples == {
         ("vllm:num_requests_running", ""): 3,
         ("vllm:num_requests_waiting", ""): 2,
@@ -60,6 +64,9 @@ def test_a_scrape_tells_every_counter_of_the_engine() -> None:
         ("runnerd_prefix_cache_queries_total", ""): 100,
         ("runnerd_prefix_cache_hits_total", ""): 40,
         ("runnerd_steps_total", ""): 7,
+        ("runnerd_poisonous_requests_total", ""): 1,
+        ("runnerd_engine_restarts_total", "hang"): 2,
+        ("runnerd_engine_restarts_total", "signal"): 0,
         ("runnerd_device_busy_seconds_total", ""): 6,
         ("runnerd_device_idle_seconds_total", ""): 1.5,
         ("runnerd_device_busy_ratio", ""): 0.75,
@@ -82,7 +89,7 @@ def test_a_scrape_tells_every_counter_of_the_engine() -> None:
 
 
 def test_before_the_engine_is_ready_its_mode_is_not_told() -> None:
-    samples = scraped(metrics_snapshot(Load(), None))
+    samples = scraped(snapshot_of(Load(), None))
     assert ("runnerd_async_effective", "") not in samples
     assert ("runnerd_max_in_flight", "") not in samples
     assert samples["vllm:kv_cache_usage_perc", ""] == 0
@@ -90,13 +97,13 @@ def test_before_the_engine_is_ready_its_mode_is_not_told() -> None:
 
 
 def test_synchronous_execution_is_told() -> None:
-    snapshot = replace(metrics_snapshot(Load(), READY), max_in_flight=1)
+    snapshot = replace(snapshot_of(Load(), READY), max_in_flight=1)
     assert scraped(snapshot)["runnerd_async_effective", ""] == 0
 
 
 def test_each_scrape_reads_the_present_figures() -> None:
     loads = [Load(num_steps=1), Load(num_steps=2)]
-    with closing(MetricsServer("127.0.0.1", 0, lambda: metrics_snapshot(loads.pop(0), READY))) as server:
+    with closing(MetricsServer("127.0.0.1", 0, lambda: snapshot_of(loads.pop(0), READY))) as server:
         assert scrape(server.url)["runnerd_steps_total", ""] == 1
         assert scrape(server.url)["runnerd_steps_total", ""] == 2
 
@@ -105,16 +112,16 @@ def test_a_port_in_use_is_a_configuration_error() -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigurationError, match=f"metrics on 127.0.0.1 port {port}: .*in use.*--metrics-port 0"):
-            MetricsServer("127.0.0.1", port, lambda: metrics_snapshot(Load(), None))
+            MetricsServer("127.0.0.1", port, lambda: snapshot_of(Load(), None))
 
 
 def test_a_host_that_is_none_is_a_configuration_error() -> None:
     with pytest.raises(ConfigurationError, match="cannot serve metrics on no-such-host"):
-        MetricsServer("no-such-host.invalid", 0, lambda: metrics_snapshot(Load(), None))
+        MetricsServer("no-such-host.invalid", 0, lambda: snapshot_of(Load(), None))
 
 
 def test_a_closed_server_is_gone() -> None:
-    server = MetricsServer("127.0.0.1", 0, lambda: metrics_snapshot(Load(), None))
+    server = MetricsServer("127.0.0.1", 0, lambda: snapshot_of(Load(), None))
     server.close()
     with pytest.raises(OSError, match="refused"):
         scrape(server.url)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17runnerd/v1/server.proto\x12\nrunnerd.v1\x1a\x1egoogle/protobuf/duration.proto\"\x15\n\x13GetModelInfoRequest\"\x8e\x03\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x16\n\x0enum_parameters\x18\x07 \x01(\x04\x12\x15\n\rweights_bytes\x18\x08 \x01(\x04\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12H\n\x0c\x63\x61pabilities\x18\n \x03(\x0b\x32\x32.runnerd.v1.GetModelInfoResponse.CapabilitiesEntry\x12\x14\n\x0cmax_logprobs\x18\x0b \x01(\r\x12\r\n\x05max_n\x18\x0c \x01(\r\x1aH\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\"\n\x05value\x18\x02 \x01(\x0e\x32\x13.runnerd.v1.Support:\x02\x38\x01\"\x16\n\x14GetServerInfoRequest\"\x86\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bspi_version\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.runnerd.v1.ServerState\x12\x0e\n\x06runner\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x17\n\x0f\x61sync_execution\x18\x06 \x01(\t\x12\x17\n\x0f\x61sync_effective\x18\x07 \x01(\x08\x12\x15\n\rmax_in_flight\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x12\n\nnum_blocks\x18\x0c \x01(\r\x12)\n\x06uptime\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nlast_error\x18\x0e \x01(\t\x12\x19\n\x11max_message_bytes\x18\x0f \x01(\x04\"\x10\n\x0eGetLoadRequest\"\x97\x02\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x05 \x01(\x01\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x12\x1c\n\x14prefix_cache_queries\x18\x08 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\t \x01(\x04\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x19\n\x11generation_tokens\x18\x0b \x01(\x04\"\x14\n\x12ListRunnersRequest\">\n\x13ListRunnersResponse\x12\'\n\x07runners\x18\x01 \x03(\x0b\x32\x16.runnerd.v1.RunnerInfo\"\xd5\x02\n\nRunnerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x14\n\x0c\x64istribution\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x11\n\tavailable\x18\x05 \x01(\x08\x12\x1a\n\x12unavailable_reason\x18\x06 \x01(\t\x12>\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32(.runnerd.v1.RunnerInfo.CapabilitiesEntry\x12-\n\x07options\x18\x08 \x03(\x0b\x32\x1c.runnerd.v1.RunnerOptionInfo\x12\x15\n\rmax_in_flight\x18\t \x01(\r\x1aH\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\"\n\x05value\x18\x02 \x01(\x0e\x32\x13.runnerd.v1.Support:\x02\x38\x01\"S\n\x10RunnerOptionInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x15\n\rdefault_value\x18\x03 \x01(\t\x12\x0c\n\x04help\x18\x04 \x01(\t\"B\n\x13\x43\x61ptureTraceRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"X\n\x14\x43\x61ptureTraceResponse\x12\x12\n\ntrace_json\x18\x01 \x01(\x0c\x12\x11\n\tnum_steps\x18\x02 \x01(\r\x12\x19\n\x11num_dropped_steps\x18\x03 \x01(\x04*]\n\x07Support\x12\x17\n\x13SUPPORT_UNSPECIFIED\x10\x00\x12\x0e\n\nSUPPORT_NO\x10\x01\x12\x15\n\x11SUPPORT_HOST_SYNC\x10\x02\x12\x12\n\x0eSUPPORT_DEVICE\x10\x03*\x93\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x32\x61\n\x0cModelService\x12Q\n\x0cGetModelInfo\x12\x1f.runnerd.v1.GetModelInfoRequest\x1a .runnerd.v1.GetModelInfoResponse2\xcc\x02\n\rServerService\x12T\n\rGetServerInfo\x12 .runnerd.v1.GetServerInfoRequest\x1a!.runnerd.v1.GetServerInfoResponse\x12\x42\n\x07GetLoad\x12\x1a.runnerd.v1.GetLoadRequest\x1a\x1b.runnerd.v1.GetLoadResponse\x12N\n\x0bListRunners\x12\x1e.runnerd.v1.ListRunnersRequest\x1a\x1f.runnerd.v1.ListRunnersResponse\x12Q\n\x0c\x43\x61ptureTrace\x12\x1f.runnerd.v1.CaptureTraceRequest\x1a .runnerd.v1.CaptureTraceResponseBM\n\x0e\x64\x65v.runnerd.v1P\x01Z9github.com/runnerd/runnerd/clients/go/runnerdv1;runnerdv1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17runnerd/v1/server.proto\x12\nrunnerd.v1\x1a\x1egoogle/protobuf/duration.proto\"\x15\n\x13GetModelInfoRequest\"\x8e\x03\n\x14GetModelInfoResponse\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0c\x61rchitecture\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\rmax_model_len\x18\x04 \x01(\r\x12\x15\n\reos_token_ids\x18\x05 \x03(\r\x12\r\n\x05\x64type\x18\x06 \x01(\t\x12\x16\n\x0enum_parameters\x18\x07 \x01(\x04\x12\x15\n\rweights_bytes\x18\x08 \x01(\x04\x12\x19\n\x11has_chat_template\x18\t \x01(\x08\x12H\n\x0c\x63\x61pabilities\x18\n \x03(\x0b\x32\x32.runnerd.v1.GetModelInfoResponse.CapabilitiesEntry\x12\x14\n\x0cmax_logprobs\x18\x0b \x01(\r\x12\r\n\x05max_n\x18\x0c \x01(\r\x1aH\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\"\n\x05value\x18\x02 \x01(\x0e\x32\x13.runnerd.v1.Support:\x02\x38\x01\"\x16\n\x14GetServerInfoRequest\"\xb7\x03\n\x15GetServerInfoResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x13\n\x0bspi_version\x18\x02 \x01(\t\x12&\n\x05state\x18\x03 \x01(\x0e\x32\x17.runnerd.v1.ServerState\x12\x0e\n\x06runner\x18\x04 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x05 \x01(\t\x12\x17\n\x0f\x61sync_execution\x18\x06 \x01(\t\x12\x17\n\x0f\x61sync_effective\x18\x07 \x01(\x08\x12\x15\n\rmax_in_flight\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\n \x01(\r\x12\x12\n\nblock_size\x18\x0b \x01(\r\x12\x12\n\nnum_blocks\x18\x0c \x01(\r\x12)\n\x06uptime\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nlast_error\x18\x0e \x01(\t\x12\x19\n\x11max_message_bytes\x18\x0f \x01(\x04\x12\x1b\n\x13num_engine_restarts\x18\x10 \x01(\r\x12\x12\n\nengine_pid\x18\x11 \x01(\r\"\x10\n\x0eGetLoadRequest\"\x97\x02\n\x0fGetLoadResponse\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x17\n\x0fnum_used_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x16\n\x0ekv_cache_usage\x18\x05 \x01(\x01\x12\x11\n\tnum_steps\x18\x06 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x07 \x01(\x04\x12\x1c\n\x14prefix_cache_queries\x18\x08 \x01(\x04\x12\x19\n\x11prefix_cache_hits\x18\t \x01(\x04\x12\x15\n\rprompt_tokens\x18\n \x01(\x04\x12\x19\n\x11generation_tokens\x18\x0b \x01(\x04\"\x14\n\x12ListRunnersRequest\">\n\x13ListRunnersResponse\x12\'\n\x07runners\x18\x01 \x03(\x0b\x32\x16.runnerd.v1.RunnerInfo\"\xd5\x02\n\nRunnerInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x14\n\x0c\x64istribution\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x11\n\tavailable\x18\x05 \x01(\x08\x12\x1a\n\x12unavailable_reason\x18\x06 \x01(\t\x12>\n\x0c\x63\x61pabilities\x18\x07 \x03(\x0b\x32(.runnerd.v1.RunnerInfo.CapabilitiesEntry\x12-\n\x07options\x18\x08 \x03(\x0b\x32\x1c.runnerd.v1.RunnerOptionInfo\x12\x15\n\rmax_in_flight\x18\t \x01(\r\x1aH\n\x11\x43\x61pabilitiesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\"\n\x05value\x18\x02 \x01(\x0e\x32\x13.runnerd.v1.Support:\x02\x38\x01\"S\n\x10RunnerOptionInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04type\x18\x02 \x01(\t\x12\x15\n\rdefault_value\x18\x03 \x01(\t\x12\x0c\n\x04help\x18\x04 \x01(\t\"B\n\x13\x43\x61ptureTraceRequest\x12+\n\x08\x64uration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"X\n\x14\x43\x61ptureTraceResponse\x12\x12\n\ntrace_json\x18\x01 \x01(\x0c\x12\x11\n\tnum_steps\x18\x02 \x01(\r\x12\x19\n\x11num_dropped_steps\x18\x03 \x01(\x04*]\n\x07Support\x12\x17\n\x13SUPPORT_UNSPECIFIED\x10\x00\x12\x0e\n\nSUPPORT_NO\x10\x01\x12\x15\n\x11SUPPORT_HOST_SYNC\x10\x02\x12\x12\n\x0eSUPPORT_DEVICE\x10\x03*\xb0\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SERVER_STATE_LOADING\x10\x01\x12\x18\n\x14SERVER_STATE_SERVING\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x12\x1b\n\x17SERVER_STATE_RECOVERING\x10\x05\x32\x61\n\x0cModelService\x12Q\n\x0cGetModelInfo\x12\x1f.runnerd.v1.GetModelInfoRequest\x1a .runnerd.v1.GetModelInfoResponse2\xcc\x02\n\rServerService\x12T\n\rGetServerInfo\x12 .runnerd.v1.GetServerInfoRequest\x1a!.runnerd.v1.GetServerInfoResponse\x12\x42\n\x07GetLoad\x12\x1a.runnerd.v1.GetLoadRequest\x1a\x1b.runnerd.v1.GetLoadResponse\x12N\n\x0bListRunners\x12\x1e.runnerd.v1.ListRunnersRequest\x1a\x1f.runnerd.v1.ListRunnersResponse\x12Q\n\x0c\x43\x61ptureTrace\x12\x1f.runnerd.v1.CaptureTraceRequest\x1a .runnerd.v1.CaptureTraceResponseBM\n\x0e\x64\x65v.runnerd.v1P\x01Z9github.com/runnerd/runnerd/clients/go/runnerdv1;runnerdv1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,10 +37,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETMODELINFORESPONSE_CAPABILITIESENTRY']._serialized_options = b'8\001'
   _globals['_RUNNERINFO_CAPABILITIESENTRY']._loaded_options = None
   _globals['_RUNNERINFO_CAPABILITIESENTRY']._serialized_options = b'8\001'
-  _globals['_SUPPORT']._serialized_start=1885
-  _globals['_SUPPORT']._serialized_end=1978
-  _globals['_SERVERSTATE']._serialized_start=1981
-  _globals['_SERVERSTATE']._serialized_end=2128
+  _globals['_SUPPORT']._serialized_start=1934
+  _globals['_SUPPORT']._serialized_end=2027
+  _globals['_SERVERSTATE']._serialized_start=2030
+  _globals['_SERVERSTATE']._serialized_end=2206
   _globals['_GETMODELINFOREQUEST']._serialized_start=71
   _globals['_GETMODELINFOREQUEST']._serialized_end=92
   _globals['_GETMODELINFORESPONSE']._serialized_start=95
@@ -50,27 +50,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSERVERINFOREQUEST']._serialized_start=495
   _globals['_GETSERVERINFOREQUEST']._serialized_end=517
   _globals['_GETSERVERINFORESPONSE']._serialized_start=520
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=910
-  _globals['_GETLOADREQUEST']._serialized_start=912
-  _globals['_GETLOADREQUEST']._serialized_end=928
-  _globals['_GETLOADRESPONSE']._serialized_start=931
-  _globals['_GETLOADRESPONSE']._serialized_end=1210
-  _globals['_LISTRUNNERSREQUEST']._serialized_start=1212
-  _globals['_LISTRUNNERSREQUEST']._serialized_end=1232
-  _globals['_LISTRUNNERSRESPONSE']._serialized_start=1234
-  _globals['_LISTRUNNERSRESPONSE']._serialized_end=1296
-  _globals['_RUNNERINFO']._serialized_start=1299
-  _globals['_RUNNERINFO']._serialized_end=1640
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=959
+  _globals['_GETLOADREQUEST']._serialized_start=961
+  _globals['_GETLOADREQUEST']._serialized_end=977
+  _globals['_GETLOADRESPONSE']._serialized_start=980
+  _globals['_GETLOADRESPONSE']._serialized_end=1259
+  _globals['_LISTRUNNERSREQUEST']._serialized_start=1261
+  _globals['_LISTRUNNERSREQUEST']._serialized_end=1281
+  _globals['_LISTRUNNERSRESPONSE']._serialized_start=1283
+  _globals['_LISTRUNNERSRESPONSE']._serialized_end=1345
+  _globals['_RUNNERINFO']._serialized_start=1348
+  _globals['_RUNNERINFO']._serialized_end=1689
   _globals['_RUNNERINFO_CAPABILITIESENTRY']._serialized_start=421
   _globals['_RUNNERINFO_CAPABILITIESENTRY']._serialized_end=493
-  _globals['_RUNNEROPTIONINFO']._serialized_start=1642
-  _globals['_RUNNEROPTIONINFO']._serialized_end=1725
-  _globals['_CAPTURETRACEREQUEST']._serialized_start=1727
-  _globals['_CAPTURETRACEREQUEST']._serialized_end=1793
-  _globals['_CAPTURETRACERESPONSE']._serialized_start=1795
-  _globals['_CAPTURETRACERESPONSE']._serialized_end=1883
-  _globals['_MODELSERVICE']._serialized_start=2130
-  _globals['_MODELSERVICE']._serialized_end=2227
-  _globals['_SERVERSERVICE']._serialized_start=2230
-  _globals['_SERVERSERVICE']._serialized_end=2562
+  _globals['_RUNNEROPTIONINFO']._serialized_start=1691
+  _globals['_RUNNEROPTIONINFO']._serialized_end=1774
+  _globals['_CAPTURETRACEREQUEST']._serialized_start=1776
+  _globals['_CAPTURETRACEREQUEST']._serialized_end=1842
+  _globals['_CAPTURETRACERESPONSE']._serialized_start=1844
+  _globals['_CAPTURETRACERESPONSE']._serialized_end=1932
+  _globals['_MODELSERVICE']._serialized_start=2208
+  _globals['_MODELSERVICE']._serialized_end=2305
+  _globals['_SERVERSERVICE']._serialized_start=2308
+  _globals['_SERVERSERVICE']._serialized_end=2640
 # @@protoc_insertion_point(module_scope)

@@ -63,7 +63,9 @@ class _ServerStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     SERVER_STATE_DRAINING: _ServerState.ValueType  # 3
     """Live generations finish, new ones are refused."""
     SERVER_STATE_FAILED: _ServerState.ValueType  # 4
-    """The engine failed; generations are refused."""
+    """The engine failed and was not brought back; generations are refused."""
+    SERVER_STATE_RECOVERING: _ServerState.ValueType  # 5
+    """The engine failed and is restarted; live generations go on after that, new ones are refused meanwhile."""
 
 class ServerState(_ServerState, metaclass=_ServerStateEnumTypeWrapper):
     """What a server does."""
@@ -77,7 +79,9 @@ SERVER_STATE_SERVING: ServerState.ValueType  # 2
 SERVER_STATE_DRAINING: ServerState.ValueType  # 3
 """Live generations finish, new ones are refused."""
 SERVER_STATE_FAILED: ServerState.ValueType  # 4
-"""The engine failed; generations are refused."""
+"""The engine failed and was not brought back; generations are refused."""
+SERVER_STATE_RECOVERING: ServerState.ValueType  # 5
+"""The engine failed and is restarted; live generations go on after that, new ones are refused meanwhile."""
 Global___ServerState: typing_extensions.TypeAlias = ServerState
 
 @typing.final
@@ -207,6 +211,8 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     UPTIME_FIELD_NUMBER: builtins.int
     LAST_ERROR_FIELD_NUMBER: builtins.int
     MAX_MESSAGE_BYTES_FIELD_NUMBER: builtins.int
+    NUM_ENGINE_RESTARTS_FIELD_NUMBER: builtins.int
+    ENGINE_PID_FIELD_NUMBER: builtins.int
     version: builtins.str
     """runnerd's version."""
     spi_version: builtins.str
@@ -235,6 +241,10 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     """Last error of the engine; empty if there was none."""
     max_message_bytes: builtins.int
     """Largest request message, in bytes."""
+    num_engine_restarts: builtins.int
+    """Restarts of the engine since the server started."""
+    engine_pid: builtins.int
+    """Process id of the engine at the server; 0 while there is none."""
     @property
     def uptime(self) -> google.protobuf.duration_pb2.Duration:
         """Time since the server started."""
@@ -257,9 +267,11 @@ class GetServerInfoResponse(google.protobuf.message.Message):
         uptime: google.protobuf.duration_pb2.Duration | None = ...,
         last_error: builtins.str = ...,
         max_message_bytes: builtins.int = ...,
+        num_engine_restarts: builtins.int = ...,
+        engine_pid: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["uptime", b"uptime"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["async_effective", b"async_effective", "async_execution", b"async_execution", "block_size", b"block_size", "device", b"device", "last_error", b"last_error", "max_in_flight", b"max_in_flight", "max_message_bytes", b"max_message_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "runner", b"runner", "spi_version", b"spi_version", "state", b"state", "uptime", b"uptime", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["async_effective", b"async_effective", "async_execution", b"async_execution", "block_size", b"block_size", "device", b"device", "engine_pid", b"engine_pid", "last_error", b"last_error", "max_in_flight", b"max_in_flight", "max_message_bytes", b"max_message_bytes", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks", b"num_blocks", "num_engine_restarts", b"num_engine_restarts", "runner", b"runner", "spi_version", b"spi_version", "state", b"state", "uptime", b"uptime", "version", b"version"]) -> None: ...
 
 Global___GetServerInfoResponse: typing_extensions.TypeAlias = GetServerInfoResponse
 

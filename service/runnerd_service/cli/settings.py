@@ -98,6 +98,29 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("max-message-bytes", "server", message_size, "largest request message: 16MiB", "SIZE"),
     Setting("max-waiting", "server", count(0), "requests that may wait; further ones get RESOURCE_EXHAUSTED", "N"),
     Setting("drain-seconds", "server", seconds, "how long live requests may go on after SIGTERM", "SECONDS"),
+    Setting(
+        "max-engine-restarts",
+        "server",
+        count(0),
+        "restarts of a failed engine in a row without progress, after which the server ends",
+        "N",
+    ),
+    Setting(
+        "engine-restart-backoff",
+        "server",
+        seconds,
+        "wait before the second restart in a row, doubled for each further one up to 30 s; the first is made at once",
+        "SECONDS",
+        "engine_restart_backoff_seconds",
+    ),
+    Setting(
+        "step-timeout",
+        "server",
+        seconds,
+        "an engine with work that ends no step in this time hangs and is restarted; 0: it may take any time",
+        "SECONDS",
+        "step_timeout_seconds",
+    ),
     Setting("log-level", "process", one_of(*LOG_LEVELS), "least level of log lines (default: info)", "LEVEL"),
 )
 """All but ``runner-option``, which has many values."""

@@ -64,6 +64,10 @@ class EngineChild:
         """Give the last lines that it wrote."""
         return "\n".join(self._tail)
 
+    def dump_stacks(self) -> None:
+        """Ask it to write what its threads are doing; harmless when it has ended."""
+        self._process.send_signal(signal.SIGUSR1)
+
     def terminate(self) -> None:
         """Ask it to end; harmless when it has."""
         self._process.terminate()

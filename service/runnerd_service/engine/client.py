@@ -31,6 +31,7 @@ from runnerd_service.engine.messages import (
     Shutdown,
     StepOutputs,
 )
+from runnerd_service.engine.process import EXIT_ENGINE_DEAD, EXIT_START_FAILED
 from runnerd_service.engine.setup import resolve
 from runnerd_service.errors import ConfigurationError, EngineFailed, EngineStartFailed
 from runnerd_spi import RunnerError, load_runner
@@ -39,7 +40,13 @@ logger = logging.getLogger(__name__)
 
 Sink = Callable[[RequestOutput], None]
 
+HUNG = "EngineHung"
+PROCESS_DIED = "EngineProcessDied"
+"""Kinds of failure that are seen from here; the others are class names of what the engine reported."""
+
 _LAST_WORDS_SECONDS = 0.5
+_STACKS_SECONDS = 0.5
+"""How long a process that hangs is given to write what its threads are doing."""
 _TERMINATE_SECONDS = 2.0
 
 
@@ -71,6 +78,10 @@ class EngineClient:
         """Why the engine is gone; None while it is there."""
         self.pid: int | None = None
         """Process id of the engine process; None before the start."""
+        self.exit_code: int | None = None
+        """Exit code of the process (negative: the signal) if it ended without being asked to."""
+        self.num_signs_of_life = 0
+        """Messages that told of a new step or of outputs; one that hangs sends none."""
         self._config = config
         self._on_failure = on_failure
         self._on_progress: Callable[[LoadProgress], None] = lambda progress: None
@@ -101,6 +112,11 @@ class EngineClient:
         except BaseException:
             self._close_at_once(connection)
             raise
+
+    @property
+    def num_requests(self) -> int:
+        """Requests whose end is not known."""
+        return len(self._sinks)
 
     def add(self, request: AddRequest, sink: Sink) -> None:
         """Send a request.
@@ -142,6 +158,21 @@ class EngineClient:
             return await self._calls[call_id]
         finally:
             del self._calls[call_id]
+
+    async def give_up(self, reason: str) -> None:
+        """Kill an engine that hangs; it failed then. What its threads were doing is logged.
+
+        Args:
+            reason: What was seen of it.
+        """
+        connection = self._connection
+        if connection is None or self.failure is not None:
+            return
+        connection.child.dump_stacks()
+        await asyncio.wait([connection.exited], timeout=_STACKS_SECONDS)
+        if self._connection is connection:
+            connection.child.kill()
+            self._fail(EngineError("step", HUNG, reason))
 
     async def close(self, timeout: float = 10.0) -> None:  # noqa: ASYNC109  ends the process, does not cancel the wait
         """End the engine process and remove the socket; live requests fail. Harmless when closed or never started.
@@ -188,6 +219,8 @@ class EngineClient:
     def _handle(self, message: FromEngine) -> None:
         match message:
             case StepOutputs():
+                # With requests that it cannot run the loop turns without a step; that is no life.
+                self.num_signs_of_life += bool(message.outputs) or message.load.num_steps != self.load.num_steps
                 self.load = message.load
                 for output in message.outputs:
                     self._deliver(output)
@@ -233,18 +266,21 @@ class EngineClient:
             return
         connection.exited.set_result(code)
         if not self._closing:
+            self.exit_code = code
             # Its last messages may still be on their way through the socket.
             connection.last_words = connection.loop.create_task(self._hear_last_words(connection, code))
 
     async def _hear_last_words(self, connection: _Connection, code: int) -> None:
-        deadline = connection.loop.time() + _LAST_WORDS_SECONDS
-        while self.failure is None and not self._closing and connection.loop.time() < deadline:
-            connection.channel.drain()
-            await asyncio.sleep(0.01)
+        connection.channel.drain()
+        if code in (EXIT_START_FAILED, EXIT_ENGINE_DEAD):  # it said why before it ended
+            deadline = connection.loop.time() + _LAST_WORDS_SECONDS
+            while self.failure is None and not self._closing and connection.loop.time() < deadline:
+                await asyncio.sleep(0.01)
+                connection.channel.drain()
         stage: Literal["start", "step"] = "step" if connection.ready.done() else "start"
         tail = connection.child.tail()
         message = f"the engine process {describe_exit(code)}"
-        self._fail(EngineError(stage, "EngineProcessDied", f"{message}; its last lines:\n{tail}" if tail else message))
+        self._fail(EngineError(stage, PROCESS_DIED, f"{message}; its last lines:\n{tail}" if tail else message))
 
     def _fail(self, error: EngineError) -> None:
         if self.failure is not None or self._closing:

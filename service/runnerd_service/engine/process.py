@@ -8,6 +8,7 @@ standard input. It knows no text and no gRPC.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import gc
 import logging
 import os
@@ -112,6 +113,9 @@ def main() -> int:
     """Run the engine process; gives its exit code."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front decides what it means
     signal.signal(signal.SIGTERM, _exit)
+    # What the threads were doing goes to the log, with a crash and when the front asks for it: the engine hangs.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)
     _die_with_parent()
     launch = msgspec.json.decode(_read_line(), type=Launch)
     threading.Thread(target=_exit_when_orphaned, name="orphan-watch", daemon=True).start()

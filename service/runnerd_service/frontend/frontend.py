@@ -1,4 +1,4 @@
-"""The front end: takes generations, gives their events, and owns the engine client and the tokenizer.
+"""The front end: takes generations, gives their events, and owns the engine's supervisor and the tokenizer.
 
 Where a request lives, from the first look at it to its last event, is one ``try``/``finally`` in
 :meth:`Frontend.generate`: whatever ends it (the reader leaves, a cancel, an error), the engine forgets it. Engine
@@ -10,29 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import msgspec
-
 from runnerd_service.config import ServerConfig
-from runnerd_service.engine.client import EngineClient
-from runnerd_service.engine.messages import EngineError, EngineReady, Load, LoadProgress, RequestOutput
-from runnerd_service.errors import (
-    EngineFailed,
-    NotReady,
-    RequestAborted,
-    RowFailed,
-    RunnerdError,
-)
+from runnerd_service.engine.messages import EngineReady, Load, LoadProgress, RequestOutput
+from runnerd_service.errors import NotReady, RequestAborted, RunnerdError
 from runnerd_service.frontend.effort import Effort, effort_of, effort_of_prompt
 from runnerd_service.frontend.live import LiveRequest, LiveRequests
 from runnerd_service.frontend.loading import LoadedModel, load_model
+from runnerd_service.frontend.ongoing import OngoingRequest
 from runnerd_service.frontend.preparation import PreparedRequest
 from runnerd_service.frontend.sight import CapturedTrace, TraceCapture, metrics_snapshot
 from runnerd_service.frontend.states import StateBoard
 from runnerd_service.frontend.stream import RequestStream
+from runnerd_service.frontend.supervisor import EngineState, EngineSupervisor
 from runnerd_service.frontend.types import (
     ChatPrompt,
     Event,
@@ -57,7 +50,7 @@ _SHUTTING_DOWN = "the server is shutting down"
 
 
 class Frontend:
-    """Serves generations by one engine process.
+    """Serves generations by one engine, which is restarted when it fails.
 
     Args:
         config: The server's configuration.
@@ -65,37 +58,48 @@ class Frontend:
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
-        self._engine = EngineClient(config.engine, self._on_engine_failure)
+        self._engine = EngineSupervisor(config, self._on_engine_state)
         self._states = StateBoard("loading")
         self._model: LoadedModel | None = None
         self._live = LiveRequests(config.engine.max_num_seqs, config.max_waiting)
         # Few, so that slow templates of clients hold up each other and nobody else.
         self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         self._traces = TraceCapture()
-        self.last_error = ""
-        """The engine's last error; empty if there was none."""
+        self._start_error = ""
 
     @property
     def state(self) -> ServerState:
         """What the server does now."""
         return self._states.state
 
-    def states(self) -> AsyncIterator[ServerState]:
+    def states(self) -> AsyncGenerator[ServerState, None]:
         """Give the present state, then each change, until the front end is closed."""
         return self._states.follow()
 
     @property
     def load(self) -> Load:
-        """The engine's latest counters; an engine that failed works on nothing."""
-        load = self._engine.load
-        if self.state == "failed":
-            load = msgspec.structs.replace(load, num_running=0, num_waiting=0, num_used_blocks=0)
-        return load
+        """The latest counters; without an engine, all live outputs wait."""
+        return self._engine.load
 
     @property
     def engine_ready(self) -> EngineReady | None:
-        """What the engine told when it was ready; None before."""
-        return None if self._model is None else self._model.ready
+        """What the latest engine told when it was ready; None before the first was."""
+        return None if self._model is None else self._engine.ready
+
+    @property
+    def last_error(self) -> str:
+        """The engine's last error; empty if there was none."""
+        return self._start_error or self._engine.last_error
+
+    @property
+    def num_engine_restarts(self) -> int:
+        """Restarts of the engine, those that failed included."""
+        return sum(self._engine.num_restarts.values())
+
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the engine; None while there is none."""
+        return self._engine.pid
 
     @property
     def num_live(self) -> int:
@@ -116,12 +120,13 @@ class Frontend:
         try:
             self._model = await load_model(self._config, self._engine.start(report))
         except BaseException as error:
-            self.last_error = str(error)
+            self._start_error = str(error)
             self._states.set("failed")
             await self._engine.close()
             raise
         if self.state == "loading":
             self._states.set("serving")
+            self._on_engine_state(self._engine.state)  # it may have failed before the tokenizer was loaded
 
     async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
         """Give the events of a generation; close the generator (``contextlib.aclosing``) to end it early.
@@ -130,11 +135,12 @@ class Frontend:
             InvalidRequest: Fields are wrong or not served.
             ModelNotFound: It names another model.
             DuplicateRequest: Its id is that of a live request.
-            NotReady: The model loads, the server drains, or the engine is down.
+            NotReady: The model loads, the server drains, or the engine is being restarted.
             Overloaded: Too many requests wait.
             RequestAborted: :meth:`abort` ended it.
             RowFailed: The runner could not compute it.
-            EngineFailed: The engine failed.
+            PoisonousRequest: The engine died of it again and again.
+            EngineFailed: The engine failed and could not be restarted.
         """
         arrival = asyncio.get_running_loop().time()
         model = self._require_model(accepts_work=True)
@@ -195,7 +201,10 @@ class Frontend:
 
     def metrics(self) -> MetricsSnapshot:
         """Give the figures as they are now; may be called from any thread."""
-        return metrics_snapshot(self.load, self.engine_ready)
+        engine = self._engine
+        return metrics_snapshot(
+            self.load, self.engine_ready, engine_restarts=engine.num_restarts, num_poisonous=engine.num_poisonous
+        )
 
     async def capture_trace(self, seconds: float) -> CapturedTrace:
         """Record the engine's steps for ``seconds``, which are at most 60.
@@ -203,11 +212,11 @@ class Frontend:
         Raises:
             InvalidRequest: ``seconds`` is out of range.
             Overloaded: Another caller records.
-            NotReady: The model loads or is gone.
+            NotReady: The model loads or is gone, or the engine is being restarted.
             EngineFailed: The engine failed meanwhile.
         """
         self._require_model(accepts_work=False)
-        return await self._traces.capture(self._engine, seconds)
+        return await self._traces.capture(self._engine.client, seconds)
 
     async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 # requests are ended, the wait is not cancelled
         """Refuse new requests and wait for the live ones; give whether all ended by themselves.
@@ -215,7 +224,7 @@ class Frontend:
         Args:
             timeout: Seconds after which those still live are ended; their readers get NotReady.
         """
-        if self.state in ("loading", "serving"):
+        if self.state in ("loading", "serving", "recovering"):
             self._states.set("draining")
         try:
             async with asyncio.timeout(timeout):
@@ -228,7 +237,7 @@ class Frontend:
 
     async def close(self) -> None:
         """End all requests and the engine process. Harmless when closed already."""
-        if self.state in ("loading", "serving"):
+        if self.state in ("loading", "serving", "recovering"):
             self._states.set("draining")
         self._fail_all(NotReady(_SHUTTING_DOWN))
         await self._engine.close()
@@ -237,12 +246,15 @@ class Frontend:
 
     def _require_model(self, *, accepts_work: bool) -> LoadedModel:
         if self.state == "failed":
-            reason = self.last_error.partition("\n")[0]
-            raise NotReady(f"the engine failed: {reason}")
+            if self._start_error:
+                raise NotReady(f"the engine failed: {self._start_error}")
+            raise self._engine.not_ready()
         if self._model is None:
             raise NotReady("the model is loading", retry_after_seconds=_LOADING_RETRY_SECONDS)
         if accepts_work and self.state == "draining":
             raise NotReady(_SHUTTING_DOWN, retry_after_seconds=_DRAINING_RETRY_SECONDS)
+        if accepts_work and self._engine.state != "serving":
+            raise self._engine.not_ready()
         return self._model
 
     async def _run(self, effort: Effort, work: Callable[[], _Result]) -> _Result:
@@ -260,23 +272,19 @@ class Frontend:
         self._live.check_room(request.n, self._engine.load.num_waiting)
         stream = RequestStream(request, model.tokenizer, lambda index: self._forget((live.uids[index],)))
         live.stream = stream
+        ongoing = OngoingRequest(lambda error: self._fail(live, error))
         for index in range(request.n):
             uid = self._live.open_output(live)
-            self._engine.add(request.add_request(uid, index), self._sink(live, stream, index))
+            self._engine.add(ongoing, request.add_request(uid, index), self._sink(uid, stream, index))
         logger.debug("request %s: %d prompt tokens", live.request_id, len(request.prompt_token_ids))
         return stream
 
-    def _sink(self, live: LiveRequest, stream: RequestStream, index: int) -> Callable[[RequestOutput], None]:
+    def _sink(self, uid: int, stream: RequestStream, index: int) -> Callable[[RequestOutput], None]:
         def sink(output: RequestOutput) -> None:
-            self._live.heard(output.uid)
+            self._live.heard(uid)
             if output.finish is not None:
-                self._live.close_outputs((output.uid,))
-            if output.finish == "failed":
-                # The engine's own failure fails every request; a row's failure this one alone.
-                kind = RowFailed if self._engine.failure is None else EngineFailed
-                self._fail(live, kind(output.error))
-            else:
-                stream.receive(index, output)
+                self._live.close_outputs((uid,))
+            stream.receive(index, output)
 
         return sink
 
@@ -294,7 +302,8 @@ class Frontend:
         self._live.close_outputs(uids)
         self._engine.abort(uids)
 
-    def _on_engine_failure(self, error: EngineError) -> None:
-        logger.error("the engine failed: %s: %s", error.kind, error.message)
-        self.last_error = f"{error.kind}: {error.message}"
-        self._states.set("failed")
+    def _on_engine_state(self, state: EngineState) -> None:
+        if state == "failed" and self._model is not None:
+            self._states.set("failed")
+        elif state in ("serving", "recovering") and self.state in ("serving", "recovering"):
+            self._states.set(state)

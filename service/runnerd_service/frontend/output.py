@@ -68,7 +68,8 @@ class OutputBuffer:
 
     def push(self, output: RequestOutput) -> bool:
         """Take what a step gave; give whether a stop string ended the output, so that the engine can be told."""
-        self._num_cached = max(self._num_cached, output.num_cached_tokens)
+        if not self._num_tokens:  # later figures are those of another engine, which goes on with what came so far
+            self._num_cached = max(self._num_cached, output.num_cached_tokens)
         token_ids = output.token_ids
         texts = self._decode(output) if self._decodes else [""] * len(token_ids)
         if self._checker is None:

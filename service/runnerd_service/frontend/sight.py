@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -32,12 +33,16 @@ class CapturedTrace:
     """Earlier steps that it had no room for."""
 
 
-def metrics_snapshot(load: Load, ready: EngineReady | None) -> MetricsSnapshot:
+def metrics_snapshot(
+    load: Load, ready: EngineReady | None, *, engine_restarts: Mapping[str, int], num_poisonous: int
+) -> MetricsSnapshot:
     """Give the metrics' view of the engine's counters.
 
     Args:
         load: The latest counters.
         ready: What the engine told when it was ready; None before.
+        engine_restarts: By cause.
+        num_poisonous: Requests that were failed because engines died of them.
     """
     return MetricsSnapshot(
         num_running=load.num_running,
@@ -54,6 +59,8 @@ def metrics_snapshot(load: Load, ready: EngineReady | None) -> MetricsSnapshot:
         bubble_seconds=msgspec.structs.asdict(load.times.bubble),
         host_seconds=msgspec.structs.asdict(load.times.host),
         max_in_flight=None if ready is None else ready.max_in_flight,
+        engine_restarts=dict(engine_restarts),
+        num_poisonous=num_poisonous,
     )
 
 

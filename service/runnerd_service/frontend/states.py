@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from runnerd_service.frontend.types import ServerState
 
@@ -30,7 +30,7 @@ class StateBoard:
         self._closed = True
         self._wake()
 
-    async def follow(self) -> AsyncIterator[ServerState]:
+    async def follow(self) -> AsyncGenerator[ServerState, None]:
         """Give the present state, then each change, until closed."""
         shown: ServerState | None = None
         while True:

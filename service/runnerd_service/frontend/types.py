@@ -147,7 +147,7 @@ class ModelDescription:
     max_n: int
 
 
-ServerState = Literal["loading", "serving", "draining", "failed"]
+ServerState = Literal["loading", "serving", "recovering", "draining", "failed"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from runnerd_service.config import ServerConfig
+from runnerd_service.errors import EngineFailed
 from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.metrics import MetricsServer
 from runnerd_service.rpc.server import RpcServer
@@ -70,7 +71,8 @@ async def serve(config: ServerConfig, hooks: Hooks, signals: Signals) -> bool:
 
     Raises:
         ConfigurationError: It cannot listen, or the engine cannot start as configured.
-        EngineFailed: The engine failed while it started.
+        EngineStartFailed: The engine failed while it started.
+        EngineFailed: It failed later, and was restarted in vain as often as it may be.
     """
     frontend = Frontend(config)
     server = RpcServer(config, frontend)
@@ -101,7 +103,21 @@ async def _load_and_serve(
             max_in_flight=ready.max_in_flight,
         )
     )
-    await signals.first.wait()
+    if not await _unless(signals.first, _failure(frontend)):
+        return await _drain(config, frontend, signals)
+    # Nothing in here can repair it; whoever runs the process can start another, perhaps elsewhere.
+    raise EngineFailed(f"the engine failed and is not restarted again: {frontend.last_error}")
+
+
+async def _failure(frontend: Frontend) -> None:
+    """Wait until there is no hope for the engine."""
+    async with aclosing(frontend.states()) as states:
+        async for state in states:
+            if state == "failed":
+                return
+
+
+async def _drain(config: ServerConfig, frontend: Frontend, signals: Signals) -> bool:
     logger.info("draining: live requests have %g s to finish; a second signal stops at once", config.drain_seconds)
     drained = await _unless(signals.second, frontend.drain(config.drain_seconds))
     logger.info("drained" if drained else "stopping at once")

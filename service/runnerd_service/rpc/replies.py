@@ -35,6 +35,7 @@ _PIECE_TOKENS = 10_000
 _STATES: Mapping[ServerState, server_pb2.ServerState.ValueType] = {
     "loading": server_pb2.SERVER_STATE_LOADING,
     "serving": server_pb2.SERVER_STATE_SERVING,
+    "recovering": server_pb2.SERVER_STATE_RECOVERING,
     "draining": server_pb2.SERVER_STATE_DRAINING,
     "failed": server_pb2.SERVER_STATE_FAILED,
 }

@@ -205,6 +205,8 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             uptime=replies.duration(time.monotonic() - self._started),
             last_error=self._frontend.last_error,
             max_message_bytes=self._config.max_message_bytes,
+            num_engine_restarts=self._frontend.num_engine_restarts,
+            engine_pid=self._frontend.engine_pid or 0,
         )
         if ready is not None:
             info.device = ready.device

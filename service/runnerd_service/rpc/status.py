@@ -24,6 +24,7 @@ from runnerd_service.errors import (
     ModelNotFound,
     NotReady,
     Overloaded,
+    PoisonousRequest,
     RequestAborted,
     RowFailed,
     RunnerdError,
@@ -59,8 +60,8 @@ def _retry_info(seconds: float | None) -> list[Message]:
     return [] if seconds is None else [error_details_pb2.RetryInfo(retry_delay=duration(seconds))]
 
 
-def _not_ready(error: RunnerdError) -> list[Message]:
-    assert isinstance(error, NotReady)
+def _unavailable(error: RunnerdError) -> list[Message]:
+    assert isinstance(error, (NotReady, EngineFailed))
     return _retry_info(error.retry_after_seconds)
 
 
@@ -90,11 +91,13 @@ TABLE: Mapping[type[RunnerdError], StatusMapping] = {
     ModelNotFound: StatusMapping(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
     DuplicateRequest: StatusMapping(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST"),
     RequestAborted: StatusMapping(grpc.StatusCode.CANCELLED, "REQUEST_ABORTED"),
-    NotReady: StatusMapping(grpc.StatusCode.UNAVAILABLE, "NOT_READY", _not_ready),
+    NotReady: StatusMapping(grpc.StatusCode.UNAVAILABLE, "NOT_READY", _unavailable),
     Overloaded: StatusMapping(grpc.StatusCode.RESOURCE_EXHAUSTED, "OVERLOADED", _overloaded),
-    EngineFailed: StatusMapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED"),
+    EngineFailed: StatusMapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_FAILED", _unavailable),
     EngineStartFailed: StatusMapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_START_FAILED"),
     RowFailed: StatusMapping(grpc.StatusCode.INTERNAL, "ROW_FAILED"),
+    # not UNAVAILABLE: clients and proxies would send it again by themselves
+    PoisonousRequest: StatusMapping(grpc.StatusCode.INTERNAL, "POISONOUS_REQUEST"),
     ConfigurationError: StatusMapping(grpc.StatusCode.FAILED_PRECONDITION, "CONFIGURATION"),
 }
 
