@@ -17,6 +17,7 @@ from runnerd_spi import (
     BlockGrant,
     PlanChecker,
     PlanError,
+    Progress,
     Release,
     Row,
     RunnerConfig,
@@ -27,6 +28,7 @@ from runnerd_spi import (
 from runnerd_torch.attention import PagedAttention
 from runnerd_torch.devices.base import Device
 from runnerd_torch.execution import StepExecutor
+from runnerd_torch.graphs import GraphSupport, StepParts
 from runnerd_torch.handle import FailureLatch, TorchStepHandle, assemble_output
 from runnerd_torch.inputs import SlotArrays
 from runnerd_torch.loading import LoadedModel
@@ -44,6 +46,7 @@ class StepLauncher:
         attention: The paged attention.
         num_blocks: Blocks of the KV cache, allocated here.
         max_logprobs: Most alternatives a request may ask for.
+        graphs: How steps are captured; None: they are not.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class StepLauncher:
         attention: PagedAttention,
         num_blocks: int,
         max_logprobs: int,
+        graphs: GraphSupport | None = None,
     ) -> None:
         self._config = config
         self._device = device
@@ -64,11 +68,15 @@ class StepLauncher:
         self._latch = FailureLatch()
         self._unresolved: deque[TorchStepHandle] = deque()
         table_shape = (config.max_num_seqs, self._max_model_len)
+        num_reserved = 0 if graphs is None else graphs.num_reserved_blocks
+        caches = _allocate_caches(loaded, device, num_blocks + num_reserved, config.block_size)
+        parts = StepParts(device, loaded.model, attention, caches, config.block_size, num_blocks, self._max_model_len)
+        self._captured = None if graphs is None else graphs.wrap(parts)
         self._executor = StepExecutor(
             device=device,
-            model=loaded.model,
+            model=loaded.model if self._captured is None else self._captured,
             attention=attention,
-            caches=_allocate_caches(loaded, device, num_blocks, config.block_size),
+            caches=caches,
             block_size=config.block_size,
             sampler=Sampler(*table_shape, self._vocab_size),
             token_table=device.zeros(table_shape, torch.int64),
@@ -101,12 +109,20 @@ class StepLauncher:
         self._settle()
         return handle
 
-    def warm_up(self) -> None:
-        """Run a prefill and a decode step with several kinds of sampling, then forget them.
+    def warm_up(self, progress: Progress) -> None:
+        """Capture graphs, run a prefill and a decode step with several kinds of sampling, then forget them.
+
+        Args:
+            progress: Told how many graphs are captured.
 
         Raises:
+            RunnerUnavailable: Graphs cannot be captured.
             StepFailed: A step failed.
         """
+        if self._captured is not None:
+            capture = self._device.submit(partial(self._captured.capture, progress))
+            capture.wait()
+            capture.value()
         for plan in _warm_up_plans(self._config, self._num_blocks, self._max_model_len):
             self.launch(plan, time.monotonic_ns()).result()
         self._device.submit(self._executor.token_table.zero_).wait()

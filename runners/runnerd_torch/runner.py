@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from runnerd_spi import KVBudget, LifecycleError, ModelInfo, Progress, RunnerConfig, StepPlan
 from runnerd_torch.attention import PagedAttention
 from runnerd_torch.devices.base import Device
+from runnerd_torch.graphs import GraphSupport
 from runnerd_torch.handle import TorchStepHandle
 from runnerd_torch.launching import StepLauncher
 from runnerd_torch.layer_ops import LayerOps, TorchLayerOps
@@ -37,6 +39,8 @@ class TorchModelRunner:
         max_logprobs: Most alternatives a request may ask for.
         model_impl: Whose forward to run.
         layer_ops: What the fused models do between their projections; None takes plain PyTorch.
+        fit_attention: Gives the attention for the loaded model: the built one, or another, or refuses the model.
+        graphs: How steps are captured; None: they are not.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class TorchModelRunner:
         max_logprobs: int,
         model_impl: ModelImpl = "auto",
         layer_ops: LayerOps | None = None,
+        fit_attention: Callable[[PagedAttention, LoadedModel], PagedAttention] | None = None,
+        graphs: GraphSupport | None = None,
     ) -> None:
         self._config = config
         self._device = device
@@ -56,6 +62,9 @@ class TorchModelRunner:
         self._max_logprobs = max_logprobs
         self._model_impl = model_impl
         self._layer_ops = layer_ops or TorchLayerOps()
+        self._fit_attention = fit_attention
+        self._graphs = graphs
+        self._progress: Progress = _no_progress
         self._next_call = "load"
         self._closed = False
         self._free_bytes_before_load = 0
@@ -71,6 +80,7 @@ class TorchModelRunner:
             ModelLoadError: The model cannot be read or served; ``load`` may be called again.
         """
         self._require("load")
+        self._progress = progress
         self._free_bytes_before_load = self._device.memory().free_bytes
         progress("preparing kernels", 0, 2)
         self._attention = self._build_attention()
@@ -78,6 +88,8 @@ class TorchModelRunner:
         make_linear = self._build_linear()
         progress("preparing kernels", 2, 2)
         self._loaded = load_model(self._config, self._device, progress, self._model_impl, make_linear, self._layer_ops)
+        if self._fit_attention is not None:
+            self._attention = self._fit_attention(self._attention, self._loaded)
         self._next_call = "profile"
         return self._loaded.info
 
@@ -89,6 +101,9 @@ class TorchModelRunner:
         """
         loaded, _ = self._require_loaded("profile")
         budget = kv_budget(loaded.shape, self._config, self._free_bytes_before_load, self._device.memory())
+        if self._graphs is not None and self._config.memory_bytes is None:
+            reserved = self._graphs.num_reserved_blocks * budget.bytes_per_block
+            budget = replace(budget, available_bytes=max(budget.available_bytes - reserved, 0))
         self._next_call = "init_kv_cache"
         return budget
 
@@ -102,17 +117,20 @@ class TorchModelRunner:
         loaded, attention = self._require_loaded("init_kv_cache")
         if num_blocks < 1:
             raise ValueError(f"num_blocks {num_blocks}, expected at least 1; give the KV cache more memory")
-        self._launcher = StepLauncher(self._config, self._device, loaded, attention, num_blocks, self._max_logprobs)
+        self._launcher = StepLauncher(
+            self._config, self._device, loaded, attention, num_blocks, self._max_logprobs, self._graphs
+        )
         self._next_call = "warm_up"
 
     def warm_up(self) -> None:
-        """Run a prefill and a decode step, so that the first requests find everything built.
+        """Capture graphs, run a prefill and a decode step, so that the first requests find everything built.
 
         Raises:
             LifecycleError: There is no KV cache, this was called before, or the runner is closed.
+            RunnerUnavailable: Graphs cannot be captured.
             StepFailed: A step failed.
         """
-        self._require_launcher("warm_up").warm_up()
+        self._require_launcher("warm_up").warm_up(self._progress)
         self._next_call = "execute_model"
 
     def execute_model(self, plan: StepPlan) -> TorchStepHandle:
@@ -153,3 +171,7 @@ class TorchModelRunner:
         self._require(call)
         assert self._launcher is not None
         return self._launcher
+
+
+def _no_progress(_stage: str, _done: int, _total: int) -> None:
+    return
