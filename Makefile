@@ -1,11 +1,12 @@
 # Every target works on a fresh clone: it makes the virtual environment and installs what it needs.
 PYTHON ?= python3
 VENV ?= .venv
+ASCEND_VENV ?= .venv-ascend
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint protos bench-serving bench-frontend bench-overlap bench clean
+.PHONY: help demo test test-slow test-ascend lint protos bench-serving bench-frontend bench-overlap bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -31,6 +32,17 @@ test: $(VENV)/.dev ## install and run the tests
 test-slow: $(VENV)/.dev ## the long property tests and soaks
 	$(BIN)/python -m pytest -m slow --timeout=1800
 
+# torch_npu has a virtual environment of its own: where it is installed, "import torch" loads it and fails without CANN.
+$(ASCEND_VENV)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(ASCEND_VENV)
+	@echo "installing runnerd and torch_npu into $(ASCEND_VENV) (a few minutes the first time)"
+	$(ASCEND_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[cpu,dev]' pyyaml
+	$(ASCEND_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch-npu==2.13.0
+	@touch $@
+
+test-ascend: $(ASCEND_VENV)/.ready ## the Ascend runner: the real torch_npu on a simulated CANN
+	PYTHONPATH=tests/ascend $(ASCEND_VENV)/bin/python -m ascend_sim pytest tests/ascend
+
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,4 +67,4 @@ bench-overlap: $(VENV)/.dev ## synchronous beside overlapped steps: idle device,
 bench: bench-frontend bench-overlap bench-serving ## all benchmarks
 
 clean: ## remove the virtual environment and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ASCEND_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
