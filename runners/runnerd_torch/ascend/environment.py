@@ -47,6 +47,10 @@ def check_graphs(environment: Mapping[str, str] = os.environ) -> None:
             "ASCEND_LAUNCH_BLOCKING=1 makes each kernel wait, and a graph cannot be captured so; unset it, or pass "
             "--enforce-eager"
         )
+    if environment.get("TASK_QUEUE_ENABLE") == "2":
+        raise unavailable(
+            "torch_npu captures no graph while TASK_QUEUE_ENABLE is 2; set it to 1, or pass --enforce-eager"
+        )
 
 
 def unavailable(reason: str) -> RunnerUnavailable:
