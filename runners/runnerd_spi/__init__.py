@@ -27,6 +27,7 @@ from runnerd_spi.plan import (
 )
 from runnerd_spi.runner import (
     SPI_VERSION,
+    GraphUse,
     KVBudget,
     ModelInfo,
     ModelRunner,
@@ -46,6 +47,7 @@ __all__ = [
     "SPI_VERSION",
     "Admit",
     "BlockGrant",
+    "GraphUse",
     "InvalidOption",
     "KVBudget",
     "LifecycleError",

@@ -21,6 +21,9 @@ Support = Literal["device", "host_sync", "no"]
 
 OptionValue = str | int | float | bool
 
+GraphUse = Literal["", "replayed", "missed"]
+"""Whether a step ran as a captured graph: ``missed`` is one of a kind that is captured, of a size that is not."""
+
 Progress = Callable[[str, int, int], None]
 """``progress(stage, done, total)``: stage is a short phrase ("loading weights"); done and total in its own unit."""
 
@@ -151,6 +154,7 @@ class StepTimeline:
     device_end_ns: int = 0
     ready_ns: int = 0
     """The output was readable by the host."""
+    graph: GraphUse = ""
 
 
 class StepHandle(Protocol):

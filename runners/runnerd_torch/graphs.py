@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from runnerd_spi import Progress
+from runnerd_spi import GraphUse, Progress
 from runnerd_torch.attention import PagedAttention
 from runnerd_torch.devices.base import Device
 from runnerd_torch.models import KVCache, PagedModel
@@ -31,6 +31,10 @@ class StepParts:
 
 class CapturedModel(PagedModel, Protocol):
     """A model that replays graphs for the steps it has some for, and computes the others as ever."""
+
+    def graph_use(self, num_rows: int, max_query_len: int) -> GraphUse:
+        """Say how a step of ``num_rows`` rows, each of ``max_query_len`` new tokens at most, is computed."""
+        ...
 
     def capture(self, progress: Progress) -> None:
         """Capture the graphs; inside work submitted to the device, before the first step.

@@ -154,7 +154,11 @@ class StepLauncher:
             launch,
             partial(assemble_output, plan.step_id, inputs, batch),
             self._latch,
-            StepTimeline(host_begin_ns=begin_ns, host_end_ns=time.monotonic_ns()),
+            StepTimeline(
+                host_begin_ns=begin_ns,
+                host_end_ns=time.monotonic_ns(),
+                graph="" if self._captured is None else self._captured.graph_use(inputs.num_rows, inputs.max_query_len),
+            ),
         )
 
     def _settle(self) -> None:

@@ -28,6 +28,8 @@ class MetricsSnapshot:
     kv_cache_usage: float
     """0 to 1."""
     num_steps: int
+    num_graph_steps: int
+    num_graph_misses: int
     num_preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int
@@ -93,6 +95,12 @@ class SnapshotCollector(Collector):
             ),
             ("runnerd_prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_cache_hits),
             ("runnerd_steps", "Steps of the model.", now.num_steps),
+            ("runnerd_graph_steps", "Steps that ran as captured graphs.", now.num_graph_steps),
+            (
+                "runnerd_graph_misses",
+                "Steps that could have run as a captured graph, had one of their size been captured.",
+                now.num_graph_misses,
+            ),
             (
                 "runnerd_poisonous_requests",
                 "Requests that were failed because the engine died of them.",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from runnerd_spi import Progress
+from runnerd_spi import GraphUse, Progress
 from runnerd_torch.ascend.environment import unavailable
 from runnerd_torch.attention import AttentionMetadata
 from runnerd_torch.graphs import StepParts
@@ -81,10 +81,6 @@ class NpuGraphModel:
             block_tables=device.zeros((most, max_blocks), torch.int32).fill_(parts.num_blocks),
         )
         self._graphs: dict[int, _Graph] = {}
-        self.num_replays = 0
-        """Steps that were replayed."""
-        self.num_uncaptured = 0
-        """Decode steps that were launched kernel by kernel, because no graph is large enough."""
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -95,6 +91,12 @@ class NpuGraphModel:
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self._parts.model.vocab_size
+
+    def graph_use(self, num_rows: int, max_query_len: int) -> GraphUse:
+        """Say how a step is computed: those with one new token in each row are replayed, up to the largest size."""
+        if max_query_len != 1:
+            return ""
+        return "replayed" if num_rows <= self._sizes[-1] else "missed"
 
     def capture(self, progress: Progress) -> None:
         """Capture a graph for each size, the largest first: the others then fit into its memory.
@@ -117,12 +119,9 @@ class NpuGraphModel:
     ) -> torch.Tensor:
         """Compute one step: by replay where each row has one new token, else as the model does."""
         metadata = attention.metadata
-        is_decode = metadata.max_query_len == 1
-        size = next((one for one in self._sizes if metadata.num_rows <= one), None) if is_decode else None
-        if size is None:
-            self.num_uncaptured += is_decode
+        if self.graph_use(metadata.num_rows, metadata.max_query_len) != "replayed":
             return self._parts.model.forward(input_ids, positions, logits_index, attention)
-        self.num_replays += 1
+        size = next(one for one in self._sizes if metadata.num_rows <= one)
         logits = self._replay(self._graphs[size], size, input_ids, positions, metadata)
         # All rows sample but those whose prompt goes on; then the choice is left to the index.
         return logits if len(logits_index) == metadata.num_rows else logits.index_select(0, logits_index)

@@ -96,8 +96,8 @@ def _check_cann(torch_npu: ModuleType) -> None:
     if len(found) == 2 and found < _LEAST_CANN:
         least = ".".join(map(str, _LEAST_CANN))
         raise unavailable(
-            f"CANN is {text}, and torch_npu {torch_npu.__version__} needs {least} or newer; install a newer CANN, or an "
-            "older torch and torch_npu"
+            f"CANN is {text}, and torch_npu {torch_npu.__version__} needs {least} or newer; install a newer CANN, "
+            "or an older torch and torch_npu"
         )
     logger.info("torch_npu %s on CANN %s", torch_npu.__version__, text or "of unknown version")
 

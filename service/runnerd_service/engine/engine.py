@@ -81,6 +81,8 @@ class Engine:
         self._immediate: list[RequestOutput] = []
         self._num_arrivals = 0
         self._num_steps = 0
+        self._num_graph_steps = 0
+        self._num_graph_misses = 0
 
     @property
     def has_work(self) -> bool:
@@ -166,6 +168,8 @@ class Engine:
             generation_tokens=self._settler.num_generated_tokens,
             num_unresolved_steps=len(self._launched),
             times=self.timeline.times(),
+            num_graph_steps=self._num_graph_steps,
+            num_graph_misses=self._num_graph_misses,
         )
 
     def check_integrity(self) -> str:
@@ -228,7 +232,10 @@ class Engine:
 
     def _begin_update(self, launched: _Launched) -> None:
         self.timeline.enter("update", launched.step.plan.step_id)
-        self.timeline.settled(launched.mark, launched.handle.timeline)
+        timeline = launched.handle.timeline
+        self._num_graph_steps += timeline.graph == "replayed"
+        self._num_graph_misses += timeline.graph == "missed"
+        self.timeline.settled(launched.mark, timeline)
 
     def _rejection(self, message: AddRequest) -> str:
         """Say why a request can never be served; empty when it can."""

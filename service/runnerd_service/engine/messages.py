@@ -148,6 +148,10 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     generation_tokens: int = 0
     num_unresolved_steps: int = 0
     times: StepTimes = StepTimes()
+    num_graph_steps: int = 0
+    """Steps that ran as captured graphs."""
+    num_graph_misses: int = 0
+    """Steps that could have, had a graph of their size been captured."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -49,6 +49,8 @@ def metrics_snapshot(
         num_waiting=load.num_waiting,
         kv_cache_usage=load.num_used_blocks / load.num_blocks if load.num_blocks else 0.0,
         num_steps=load.num_steps,
+        num_graph_steps=load.num_graph_steps,
+        num_graph_misses=load.num_graph_misses,
         num_preemptions=load.num_preemptions,
         prefix_cache_queries=load.prefix_cache_queries,
         prefix_cache_hits=load.prefix_cache_hits,
