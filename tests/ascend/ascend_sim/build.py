@@ -15,7 +15,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ascend_sim.registry import C_TYPES, Op, all_ops
+import ascend_sim.ops  # noqa: F401 - registers the kernels
+from ascend_sim.registry import KERNELS, Kernel
 
 _SOURCES = Path(__file__).parent / "cann"
 _CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "runnerd" / "ascend_sim"
@@ -30,6 +31,16 @@ _EMPTY = (
     "libascend_protobuf.so",
     "libnnopbase.so",
 )
+_C_TYPES = {
+    "double": "double",
+    "float": "float",
+    "int64": "int64_t",
+    "uint64": "uint64_t",
+    "int32": "int32_t",
+    "int8": "int8_t",
+    "bool": "bool",
+    "string": "const char*",
+}  # any other kind is the address of an object
 _HARMLESS = ("Msprof", "aclop")
 _UNSUPPORTED = 207000
 
@@ -42,7 +53,7 @@ def build() -> Path:
     """
     package = _package("torch_npu")
     sources = {path.name: path.read_text() for path in sorted(_SOURCES.iterdir())}
-    sources["opapi.cpp"] = opapi_source(all_ops(), _aclnn_names(package))
+    sources["opapi.cpp"] = opapi_source(sorted(KERNELS.values(), key=lambda one: one.name), _aclnn_names(package))
     wheel = next(package.parent.glob("torch_npu-*.dist-info")).name
     key = hashlib.sha256(repr((sources, wheel, _FLAGS, Path(__file__).read_text())).encode()).hexdigest()[:16]
     folder = _CACHE / key
@@ -66,21 +77,22 @@ def build() -> Path:
     return folder
 
 
-def opapi_source(ops: tuple[Op, ...], names: tuple[str, ...]) -> str:
+def opapi_source(kernels: list[Kernel], names: tuple[str, ...]) -> str:
     """Give the source of ``libopapi.so``: each aclnn function, with the simulated ones' true signatures."""
     lines = ['#include "call.hpp"', '#define API extern "C" __attribute__((visibility("default")))', ""]
-    for number, op in enumerate(ops):
-        parameters = [f"{C_TYPES.get(kind, 'const void*')} a{i}" for i, kind in enumerate(op.kinds)]
-        calls = "".join(f".{_packer(kind)}(a{i})" for i, kind in enumerate(op.kinds))
+    for number, one in enumerate(kernels):
+        kinds = [kind for kind, _ in one.parameters]
+        parameters = [f"{_C_TYPES.get(kind, 'const void*')} a{i}" for i, kind in enumerate(kinds)]
+        calls = "".join(f".{_packer(kind)}(a{i})" for i, kind in enumerate(kinds))
         lines.append(
-            f"API int {op.name}GetWorkspaceSize({', '.join(parameters)}, uint64_t* bytes, void** executor) "
+            f"API int aclnn{one.name}GetWorkspaceSize({', '.join(parameters)}, uint64_t* bytes, void** executor) "
             f"{{ return ascend_sim::prepare(ascend_sim::Call({number}){calls}, bytes, executor); }}"
         )
         lines.append(
-            f"API int {op.name}(void*, uint64_t, void* executor, void* stream) "
+            f"API int aclnn{one.name}(void*, uint64_t, void* executor, void* stream) "
             "{ return ascend_sim::launch(executor, stream); }"
         )
-    simulated = {op.name for op in ops}
+    simulated = {f"aclnn{one.name}" for one in kernels}
     for name in names:
         if name not in simulated:
             lines.append(f'API int {name}GetWorkspaceSize() {{ return ascend_sim::not_simulated("{name}"); }}')
@@ -93,7 +105,7 @@ def _packer(kind: str) -> str:
         return "real"
     if kind == "string":
         return "text"
-    return "integer" if kind in C_TYPES else "object"
+    return "integer" if kind in _C_TYPES else "object"
 
 
 def _build_in(work: Path, compiler: str, package: Path) -> None:
@@ -103,6 +115,8 @@ def _build_in(work: Path, compiler: str, package: Path) -> None:
         if done.returncode:
             raise RuntimeError(f"cannot build {name}:\n{done.stderr[-4000:]}")
 
+    for name in ("runtime", "compiler", "opp"):  # an installed CANN has these
+        (work / name).mkdir()
     (work / "empty.cpp").write_text("")
     for name in _EMPTY:
         compile_library(name, "empty.cpp")

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ascend_sim.registry import ContractError, Op, all_ops, describe
+import ascend_sim.ops  # noqa: F401 - registers the kernels
+from ascend_sim.registry import KERNELS, ContractError, Kernel
 
 _NULL, _TENSOR, _INTEGER, _DOUBLE, _SCALAR, _INTEGERS, _FLOATS, _TENSORS, _STRING = range(9)
 _DTYPES = {
@@ -111,34 +112,33 @@ def _number(acl_dtype: int, bits: int) -> float | int | bool:
 
 class _Interpreter:
     def __init__(self) -> None:
-        self._ops = all_ops()
+        self._kernels = sorted(KERNELS.values(), key=lambda one: one.name)
         self._thread = threading.local()
         self._log_path = os.environ.get("ASCEND_SIM_LOG")
-        self._fail_name, _, count = os.environ.get("ASCEND_SIM_FAIL", "").partition(":")
+        self._fail_name, _, count = os.environ.get("ASCEND_SIM_FAIL", "").removeprefix("aclnn").partition(":")
         self._fail_at = int(count or 0)
         self._calls: Counter[str] = Counter()
         # Calls repeat: the allocator gives the same memory again, and a decode step asks for the same shapes.
         self._arguments = lru_cache(maxsize=8192)(lambda words: _unpack(words, _view))
-        self._last_error = b""
 
     def check(self, op: int, words: tuple[int, ...]) -> bytes | None:
         """Log a call and check its contract; give what is wrong, or None."""
-        one = self._ops[op]
-        if self._log_path is None and one.contract is None:
+        one = self._kernels[op]
+        if self._log_path is None and not one.checks:
             return None
         arguments = _unpack(words, _meta)
         if self._log_path is not None:
             self._log(one, arguments)
-        if one.contract is not None:
-            try:
-                one.contract(*arguments)
-            except ContractError as error:
-                return f"{one.name}: {error}".encode()
+        try:
+            for check in one.checks:
+                check(*arguments)
+        except ContractError as error:
+            return f"aclnn{one.name}: {error}".encode()
         return None
 
     def run(self, op: int, words: tuple[int, ...]) -> int:
         """Run a kernel; give 0, or 1 if it failed."""
-        one = self._ops[op]
+        one = self._kernels[op]
         if not getattr(self._thread, "is_ready", False):
             torch.set_num_threads(1)
             self._thread.is_ready = True
@@ -148,18 +148,30 @@ class _Interpreter:
                 return 1
         try:
             with torch.no_grad():
-                one.kernel(*self._arguments(words))
+                one.function(*self._arguments(words))
         except Exception:
-            print(f"simulated kernel {one.name} failed:", file=sys.stderr)
+            print(f"simulated kernel of aclnn{one.name} failed:", file=sys.stderr)
             traceback.print_exc()
             return 1
         return 0
 
-    def _log(self, op: Op, arguments: list[Any]) -> None:
+    def _log(self, kernel: Kernel, arguments: list[Any]) -> None:
         assert self._log_path is not None
-        shown = " ".join(f"{name}={describe(value)}" for name, value in zip(op.names, arguments, strict=True))
+        named = zip(kernel.parameters, arguments, strict=True)
+        shown = " ".join(f"{name}={describe(value)}" for (_, name), value in named)
         with Path(self._log_path).open("a") as file:
-            file.write(f"{op.name} {shown}\n")
+            file.write(f"aclnn{kernel.name} {shown}\n")
+
+
+def describe(value: Any) -> str:
+    """Give an argument as the log shows it."""
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(describe, value))}]"
+    if value is None or isinstance(value, (int, float, str)):
+        return str(value)
+    shape = ",".join(map(str, value.shape))
+    strides = "" if value.is_contiguous() else f" strides {','.join(map(str, value.stride()))}"
+    return f"{str(value.dtype).removeprefix('torch.')}({shape}{strides})"
 
 
 _CHECK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)

@@ -186,9 +186,6 @@ API int aclrtSetOpExecuteTimeOutV2(uint64_t, uint64_t* actual) {
     return kOk;
 }
 API int aclrtSetOpWaitTimeout(uint32_t) { return kOk; }
-API int aclrtGetSysParamOpt(int, int64_t* value) { return *value = 0, kOk; }
-API int aclrtSetSysParamOpt(int, int64_t) { return kOk; }
-API int aclrtCtxSetSysParamOpt(int, int64_t) { return kOk; }
 
 // Memory
 API int aclrtGetMemInfo(int, size_t* free, size_t* total) {
