@@ -6,6 +6,7 @@
 #include <map>
 #include <set>
 #include <string>
+#include <utility>
 
 #include "settings.hpp"
 #include "stream.hpp"
@@ -368,19 +369,20 @@ API int aclmdlRICaptureBegin(void* stream, int) {
     Stream* one = stream_of(stream);
     if (one->capture) return kUnsupported;
     one->capture = std::make_shared<Graph>();
+    one->graph_handle = new std::shared_ptr<Graph>(one->capture);
     return kOk;
 }
 API int aclmdlRICaptureEnd(void* stream, void** graph) {
     Stream* one = stream_of(stream);
     if (!one->capture) return kUnsupported;
-    *graph = new std::shared_ptr<Graph>(std::move(one->capture));
     one->capture = nullptr;
+    *graph = std::exchange(one->graph_handle, nullptr);
     return kOk;
 }
 API int aclmdlRICaptureGetInfo(void* stream, int* status, void** graph) {
     Stream* one = stream_of(stream);
     *status = one->capture ? 1 : 0;
-    if (graph) *graph = one->capture.get();
+    if (graph) *graph = one->graph_handle;
     return kOk;
 }
 API int aclmdlRICaptureThreadExchangeMode(int*) { return kOk; }

@@ -28,6 +28,7 @@ class Stream {
     int id() const { return id_; }
     int device() const { return device_; }
     std::shared_ptr<Graph> capture;  // set while the stream captures
+    void* graph_handle = nullptr;    // what the captured graph is called outside
 
   private:
     void run();
