@@ -7,8 +7,8 @@ be done is the trace's choice, not the machine's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -196,10 +196,13 @@ def run_steps(engine: Engine, streams: dict[int, Stream], count: int) -> None:
         engine.check_integrity()
 
 
-def play(trace: Trace, model: Path) -> tuple[dict[int, Stream], int]:
+OpenEngine = Callable[[Trace, Path], AbstractContextManager[Engine]]
+
+
+def play(trace: Trace, model: Path, open_engine: OpenEngine = engine_of) -> tuple[dict[int, Stream], int]:
     """Give what each request got, and the number of preemptions."""
     streams = {request.uid: Stream() for request, _ in trace.arrivals}
-    with engine_of(trace, model) as engine:
+    with open_engine(trace, model) as engine:
         for request, num_steps in trace.arrivals:
             engine.add(request)
             run_steps(engine, streams, num_steps)
