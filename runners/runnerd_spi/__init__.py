@@ -14,6 +14,7 @@ from runnerd_spi.errors import (
     StepFailed,
     StepTimeout,
 )
+from runnerd_spi.parts import DoneStep, FutureStep, Lifecycle
 from runnerd_spi.plan import (
     Admit,
     BlockGrant,
@@ -47,9 +48,12 @@ __all__ = [
     "SPI_VERSION",
     "Admit",
     "BlockGrant",
+    "DoneStep",
+    "FutureStep",
     "GraphUse",
     "InvalidOption",
     "KVBudget",
+    "Lifecycle",
     "LifecycleError",
     "ModelInfo",
     "ModelLoadError",

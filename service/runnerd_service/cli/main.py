@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from runnerd_service.cli import exit_codes, generate, inspect, serve, trace
+from runnerd_service.cli import check_runner, exit_codes, generate, inspect, serve, trace
 from runnerd_service.cli.connection import CallFailed
 from runnerd_service.errors import ConfigurationError, EngineStartFailed, RunnerdError
 from runnerd_spi import (
@@ -28,6 +28,7 @@ examples:
   runnerd runners                          what is installed, and what it can do
   runnerd info                             model, set-up and load of the running server
   runnerd trace -o trace.json              record the steps of the running server
+  runnerd check-runner sim                 does a runner keep the contract of the SPI?
 
 {exit_codes.HELP}
 """
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_parser(commands)
     inspect.add_parsers(commands)
     trace.add_parser(commands)
+    check_runner.add_parser(commands)
     return parser
 
 

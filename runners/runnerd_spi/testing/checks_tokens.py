@@ -1,0 +1,305 @@
+"""Checks of what a request gets, and of what else is in the batch: S1 to S5, S7."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+from runnerd_spi.plan import Admit, Row, RowOutput, SamplingParams, StepOutput
+from runnerd_spi.testing.driver import TraceRun
+from runnerd_spi.testing.kit import Kit, difference_of
+from runnerd_spi.testing.subject import HISTORY_FEATURES, MAX_NUM_SEQS, Broken, NotChecked, Session
+from runnerd_spi.testing.traces import GREEDY, Trace, TraceRequest, random_trace
+
+_LET_GO_SECONDS = 10.0
+
+
+def only_sampling_rows_sample(kit: Kit) -> None:
+    """S1: rows without ``sample`` return nothing and change nothing."""
+    if not kit.subject.serves("chunked_prefill"):
+        raise NotChecked("without chunked prefill every row samples")
+    sizes = kit.sizes
+    prompt = tuple(index % sizes.vocab_size for index in range(9))
+    for seed, params in enumerate((GREEDY, kit.drawn(11), *_history_params(kit, kit.drawn(12)))):
+        request = TraceRequest(prompt, 8, params)
+        kit.check(Trace(kit.subject.depths[0], (request,), chunk=2))
+        # The last position once without and once with ``sample``: the first must leave no trace.
+        kit.check(Trace(kit.subject.depths[0], (replace(request, dry_rows=True),)))
+        other = TraceRequest(prompt[1:], 6, replace(params, seed=seed))
+        kit.check(Trace(kit.subject.depths[0], (request, replace(other, dry_rows=True)), chunk=3))
+
+
+def tokens_are_of_the_request(kit: Kit) -> None:
+    """S2: by hand what each cause could change, then random traces."""
+    for trace in _by_hand(kit):
+        kit.check(trace)
+    _restart(kit)
+    deadline = time.monotonic() + kit.seconds
+    for number in range(kit.num_traces):
+        if time.monotonic() > deadline:
+            break
+        kit.check(random_trace(kit.seed + number, kit.subject, kit.sizes))
+
+
+def history_is_complete(kit: Kit) -> None:
+    """S3: with as many steps unresolved as can be, the history is that of a runner that waits for each."""
+    kit.require(*HISTORY_FEATURES)
+    prompt = tuple(index % kit.sizes.vocab_size for index in (3, 1, 4, 1, 5))
+    for depth in kit.subject.depths:
+        for base in (kit.params(), kit.drawn(21)):
+            for params in _history_params(kit, base):
+                kit.check(Trace(depth, (TraceRequest(prompt, 12, params),)))
+                kit.check(Trace(depth, (TraceRequest(prompt, 12, params, preempt_after=5),)))
+        _bans_hold(kit, prompt, depth)
+
+
+def ids_are_in_the_vocabulary(kit: Kit) -> None:
+    """S4."""
+    sizes = kit.sizes
+    fields: dict[str, object] = {}
+    if kit.subject.serves("logprobs"):
+        fields["num_logprobs"] = kit.subject.plugin.capabilities.max_logprobs
+    if kit.subject.serves("prompt_logprobs"):
+        fields["num_prompt_logprobs"] = min(2, kit.subject.plugin.capabilities.max_logprobs)
+    for depth in kit.subject.depths:
+        requests = tuple(
+            TraceRequest((seed % sizes.vocab_size,) * (1 + seed), 10, replace(kit.drawn(seed), **fields))  # type: ignore[arg-type]
+            for seed in range(5)
+        )
+        with kit.session(depth) as session:
+            run = TraceRun(session, Trace(depth, requests, chunk=3))
+            run.run()
+            for launched in run.launched:
+                for row, output in zip(launched.plan.rows, launched.take().rows, strict=True):
+                    for token in _ids(output):
+                        if type(token) is not int or not 0 <= token < sizes.vocab_size:
+                            raise Broken(
+                                f"step {launched.plan.step_id}, slot {row.slot}: token id {token!r}, expected an "
+                                f"int in 0 to {sizes.vocab_size - 1}"
+                            )
+
+
+def slots_are_reused_clean(kit: Kit) -> None:
+    """S5: slots and blocks serve one request after the other; plans are let go of; results stay as they are."""
+    _clean_slots(kit)
+    for depth in kit.subject.depths:
+        _plans_are_let_go(kit, depth)
+        _results_stay(kit, depth)
+
+
+def launched_work_runs_on(kit: Kit) -> None:
+    """S7: cancel at each point, and give slot and blocks to the next request at once."""
+    sizes = kit.sizes
+    prompt = tuple(index % sizes.vocab_size for index in range(7))
+    chunk = 3 if kit.subject.serves("chunked_prefill") else 1 << 30
+    for depth in kit.subject.depths:
+        for cancel_after in range(7):
+            gone = TraceRequest(prompt, 12, _drawn_with_history(kit, 31), cancel_after=cancel_after)
+            # Four slots and eight requests: whoever comes next takes the slot of one that is gone, with rows in flight.
+            after = TraceRequest(prompt[::-1], 6, _drawn_with_history(kit, 32))
+            stays = TraceRequest(prompt[2:], 10, kit.drawn(33))
+            kit.check(Trace(depth, (stays, gone, gone, gone, after, after, after), chunk=chunk))
+
+
+def _by_hand(kit: Kit) -> Iterator[Trace]:
+    sizes = kit.sizes
+    prompt = tuple(index % sizes.vocab_size for index in range(2 * sizes.block_size + 3))
+    chunks = (1, 2, 5) if kit.subject.serves("chunked_prefill") else (1 << 30,)
+    one = TraceRequest(prompt, 8, kit.drawn(41))
+    for depth in kit.subject.depths:
+        yield Trace(depth, tuple(TraceRequest(prompt[index:], 8, kit.drawn(42)) for index in range(MAX_NUM_SEQS)))
+        for chunk in chunks:
+            yield Trace(depth, (one, replace(one, arrival=2)), chunk=chunk)
+        for preempt_after in (1, 3, 6):
+            yield Trace(depth, (replace(one, preempt_after=preempt_after), replace(one, params=GREEDY)))
+        if kit.subject.serves("prefix_caching"):
+            yield Trace(depth, (one, replace(one, params=kit.drawn(43), arrival=2, shares_with=0)))
+
+
+def _restart(kit: Kit) -> None:
+    """What a runner gave goes on in another one, from its settled tokens."""
+    prompt, params = (1, 0, 1, 1), kit.drawn(44)
+    whole = kit.alone(TraceRequest(prompt, 8, params))
+    if None in whole.token_ids:
+        return
+    with kit.session(fresh=True) as session:
+        given = tuple(token for token in whole.token_ids[:4] if token is not None)
+        request = TraceRequest(prompt, 4, params, given=given)
+        [rest] = TraceRun(session, Trace(session.config.max_in_flight, (request,))).run()
+    if rest.token_ids != whole.token_ids[4:]:
+        raise Broken(
+            f"a request of {len(prompt)} prompt tokens gave {whole.token_ids}; admitted with 4 of them to a new runner "
+            f"it went on with {rest.token_ids}"
+        )
+
+
+def _history_params(kit: Kit, base: SamplingParams) -> list[SamplingParams]:
+    vocab_size = kit.sizes.vocab_size
+    fields: dict[str, dict[str, object]] = {
+        "repetition_penalty": {"repetition_penalty": 1.7},
+        "presence_penalty": {"presence_penalty": 2.0},
+        "frequency_penalty": {"frequency_penalty": 2.0},
+        "bad_words": {"bad_words_token_ids": tuple((0, token) for token in range(0, vocab_size, 2))},
+        "min_tokens": {"min_tokens": 4, "stop_token_ids": tuple(range(0, vocab_size, 2))},
+    }
+    return [replace(base, **fields[name]) for name in HISTORY_FEATURES if kit.subject.serves(name)]  # type: ignore[arg-type]
+
+
+def _drawn_with_history(kit: Kit, seed: int) -> SamplingParams:
+    return (_history_params(kit, kit.drawn(seed)) or [kit.drawn(seed)])[0]
+
+
+def _bans_hold(kit: Kit, prompt: tuple[int, ...], depth: int) -> None:
+    """Ban what the runner would say, and see that it does not."""
+    plain = [token for token in kit.tokens_alone(prompt, 12, GREEDY) if token is not None]
+    if kit.subject.serves("bad_words"):
+        for before, last in pairwise(plain):
+            got = _run_one(kit, depth, TraceRequest(prompt, 12, kit.params(bad_words_token_ids=((before, last),))))
+            for index, pair in enumerate(pairwise(got)):
+                if pair == (before, last):
+                    raise Broken(
+                        f"with {depth} in flight, outputs {index} and {index + 1} are {pair}, which "
+                        f"bad_words_token_ids {((before, last),)} bans; the outputs: {got}"
+                    )
+    if kit.subject.serves("min_tokens"):
+        params = kit.params(min_tokens=5, stop_token_ids=tuple(set(plain[:3])))
+        got = _run_one(kit, depth, TraceRequest(prompt, 12, params))
+        for index, token in enumerate(got[:5]):
+            if token in params.stop_token_ids:
+                raise Broken(
+                    f"with {depth} in flight, output {index} is the stop token {token}, but min_tokens is 5; the "
+                    f"outputs: {got}"
+                )
+
+
+def _run_one(kit: Kit, depth: int, request: TraceRequest) -> list[int | None]:
+    with kit.session(depth) as session:
+        [outcome] = TraceRun(session, Trace(depth, (request,))).run()
+    return outcome.token_ids
+
+
+def _ids(output: RowOutput) -> Iterator[object]:
+    if output.token_id is not None:
+        yield output.token_id
+    records = output.prompt_logprobs if output.logprobs is None else (output.logprobs, *output.prompt_logprobs)
+    for record in records:
+        yield record.token_id
+        yield from (token for token, _ in record.top)
+
+
+def _clean_slots(kit: Kit) -> None:
+    """One request after the other, each alone, through the same slots and blocks, with nothing in flight between."""
+    vocab_size = kit.sizes.vocab_size
+    with kit.session(kit.depth) as session:
+        for number in range(12):
+            params = (GREEDY, _drawn_with_history(kit, number), kit.drawn(number))[number % 3]
+            prompt = tuple((number + index) % vocab_size for index in range(1 + 5 * (number % 3)))
+            request = TraceRequest(prompt, 3 + number % 5, params)
+            trace = Trace(kit.depth, tuple(replace(request) for _ in range(MAX_NUM_SEQS)))
+            for outcome in TraceRun(session, trace).run():
+                if difference := difference_of(request, outcome, kit.alone(request)):
+                    raise Broken(f"request {number} through the same slots and blocks, {difference}")
+
+
+def _plans_are_let_go(kit: Kit, depth: int) -> None:
+    """After its step a plan is overwritten: nothing that comes later may depend on it, or hold it."""
+    requests = tuple(TraceRequest((slot, 1, 0), 10, kit.drawn(slot)) for slot in range(2))
+    expected = [kit.alone(request) for request in requests]
+    with kit.session(depth) as session:
+        run = TraceRun(session, Trace(depth, requests))
+        for step in range(8):
+            run.launch_only(step)
+            if step >= depth:
+                run.launched[step - depth].take()
+                _overwrite(run.launched[step - depth].plan)
+        outcomes = run.run(first_step=8)
+        held = [one.plan for one in run.launched]
+        run.launched.clear()
+        run = TraceRun(session, Trace(depth, ()))
+        run.run()
+    for request, outcome, alone in zip(requests, outcomes, expected, strict=True):
+        if difference := difference_of(request, outcome, alone):
+            raise Broken(f"after consumed plans were overwritten, {difference}")
+    while held:
+        # What holds a plan here: the name `plan`, and the argument of getrefcount.
+        plan = held.pop()
+        _let_go(plan, 2, f"the plan of step {plan.step_id}")
+
+
+def _overwrite(plan: object) -> None:
+    poison = (Row(slot=MAX_NUM_SEQS + 1, epoch=-1, num_new_tokens=-1, first_position=-1, sample=True),)
+    for name, value in (("rows", poison), ("admits", poison), ("grants", poison), ("releases", poison)):
+        object.__setattr__(plan, name, value)
+
+
+def _let_go(held: object, own: int, what: str) -> None:
+    # One more for the parameter.
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while sys.getrefcount(held) > own + 1:
+        if time.monotonic() > deadline:
+            raise Broken(f"{what} is still referenced by the runner after its step and all later ones are done")
+        time.sleep(0.005)
+
+
+def _results_stay(kit: Kit, depth: int) -> None:
+    with kit.session(depth) as session:
+        requests = tuple(TraceRequest((slot, 1, 1), 8, kit.drawn(slot)) for slot in range(3))
+        run = TraceRun(session, Trace(depth, requests))
+        seen: list[tuple[StepOutput, str]] = []
+        for step in range(6):
+            run.launch_only(step)
+            if step >= depth - 1:
+                output = run.launched[step - depth + 1].take()
+                seen.append((output, repr(output)))
+        run.abandon()
+        TraceRun(session, Trace(depth, requests)).run()
+    for output, text in seen:
+        if repr(output) != text:
+            raise Broken(f"the result of a step was {text}, and is {output!r} after later steps")
+
+
+def admits_are_let_go(kit: Kit) -> None:
+    """S8."""
+    admits: list[Admit] = []
+    outputs: list[StepOutput] = []
+    for depth in kit.subject.depths:
+        with kit.session(depth) as session:
+            requests = tuple(TraceRequest((slot, 0, 1), 5, kit.drawn(slot)) for slot in range(6))
+            run = TraceRun(session, Trace(depth, requests))
+            run.run()
+            admits += [admit for launched in run.launched for admit in launched.plan.admits]
+            outputs += [launched.take() for launched in run.launched]
+            del run
+            # Later steps, so that what a runner keeps of its latest ones is theirs.
+            for _ in range(depth + 1):
+                session.launch().take()
+    while admits:
+        admit = admits.pop()
+        _let_go(admit, 2, f"the admit of slot {admit.slot}, epoch {admit.epoch}, released long ago,")
+    while outputs:
+        output = outputs.pop()
+        _let_go(output, 2, f"the output of step {output.step_id}")
+    _objects_do_not_grow(kit)
+
+
+def _objects_do_not_grow(kit: Kit) -> None:
+    """The same requests over and over leave as many objects behind as before."""
+    num_requests = 60
+
+    def serve(session: Session, count: int) -> int:
+        for _ in range(count // 3):
+            requests = tuple(TraceRequest((slot, 1), 3, kit.drawn(slot)) for slot in range(3))
+            TraceRun(session, Trace(kit.depth, requests)).run()
+        gc.collect()
+        return len(gc.get_objects())
+
+    with kit.session(kit.depth) as session:
+        serve(session, 30)
+        before = serve(session, 30)
+        grown = serve(session, num_requests) - before
+    if grown >= num_requests:
+        raise Broken(f"{num_requests} requests came and went, and {grown} objects more than before are alive at idle")
