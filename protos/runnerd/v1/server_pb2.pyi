@@ -307,7 +307,7 @@ class GetLoadResponse(google.protobuf.message.Message):
     num_running: builtins.int
     """Requests whose tokens are being computed."""
     num_waiting: builtins.int
-    """Requests that wait for a place."""
+    """Requests that wait for a place, or for an engine."""
     num_used_blocks: builtins.int
     """KV blocks in use by live requests."""
     num_blocks: builtins.int
@@ -315,17 +315,17 @@ class GetLoadResponse(google.protobuf.message.Message):
     kv_cache_usage: builtins.float
     """num_used_blocks / num_blocks, 0 to 1."""
     num_steps: builtins.int
-    """Steps since the engine started."""
+    """Steps since the server started."""
     num_preemptions: builtins.int
-    """Preemptions since the engine started."""
+    """Preemptions since the server started."""
     prefix_cache_queries: builtins.int
-    """Prompt tokens looked up in the prefix cache since the engine started."""
+    """Prompt tokens looked up in the prefix cache since the server started."""
     prefix_cache_hits: builtins.int
     """Prompt tokens found there."""
     prompt_tokens: builtins.int
-    """Prompt tokens of the requests that got a place since the engine started."""
+    """Prompt tokens of the requests that got a place since the server started; again where the engine was restarted."""
     generation_tokens: builtins.int
-    """Tokens generated since the engine started."""
+    """Tokens generated since the server started."""
     def __init__(
         self,
         *,

@@ -294,7 +294,11 @@ class EngineSupervisor:
             self._note_progress(output)
         if message.finish is not None:
             self._forget(output)
-        output.sink(message)
+        try:
+            output.sink(message)
+        except Exception:
+            logger.exception("a request is failed: what came of it cannot be used")
+            self._fail(output.owner, RunnerdError("internal error; the server's log has the details"))
 
     def _note_progress(self, output: OngoingOutput) -> None:
         self._budget.note_progress()
@@ -320,7 +324,7 @@ class EngineSupervisor:
             return
         for owner in self._suspects.to_blame(self._outputs.values(), engine_is_sound=self._engine_is_sound):
             self._blame(owner)
-        if self._alone is not None and self._alone.num_crashes and self._alone.outputs:
+        if self._alone is not None and self._alone.num_crashes and _is_at_work(self._alone):
             return  # it has not got further yet
         suspect = self._suspects.to_try_alone(self._outputs.values())
         if self._alone is not None:
@@ -340,6 +344,10 @@ class EngineSupervisor:
         logger.error("a request is failed: engines die of it")
         text = "the engine died of this request each time that it was tried, at last alone; it is not tried again"
         self._fail(owner, PoisonousRequest(text))
+
+
+def _is_at_work(owner: OngoingRequest) -> bool:
+    return any(output.engine_uid is not None for output in owner.outputs.values())
 
 
 def _first_line(error: str) -> str:
