@@ -231,7 +231,7 @@ async def test_a_poisonous_request_ends_with_an_error_of_its_own_and_the_others_
 
 
 async def test_health_info_load_and_metrics_tell_of_an_outage(serve) -> None:
-    arguments = ("--metrics-port", "0", *options(step_seconds=0.01, load_seconds=1))
+    arguments = ("--metrics-port", "0", *options(step_seconds=0.01, load_seconds=2))
     async with (
         serve(*arguments) as (server, client),
         grpc.aio.insecure_channel(server.listening_address) as channel,

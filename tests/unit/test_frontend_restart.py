@@ -212,7 +212,7 @@ async def test_random_kills_change_nothing(seed: int) -> None:
 
 
 async def test_an_outage_refuses_new_requests_and_says_when_to_come_back() -> None:
-    async with serving(step_seconds=0.01, load_seconds=1.0) as frontend:
+    async with serving(step_seconds=0.01, load_seconds=2.0) as frontend:
         reader = Reader(frontend, ask("x", max_tokens=30))
         await reader.until(lambda: reader.num_tokens >= 3)
         await gone(frontend)
@@ -235,11 +235,11 @@ async def test_an_outage_refuses_new_requests_and_says_when_to_come_back() -> No
 
 
 async def test_requests_end_during_an_outage_as_at_any_time() -> None:
-    async with serving(step_seconds=0.01, load_seconds=2.0) as frontend:
+    async with serving(step_seconds=0.01, load_seconds=3.0) as frontend:
         names = ("aborted", "left", "out of time", "stays")
         readers = {
             name: Reader(frontend, ask(name, request_id=name, max_tokens=60, time_limit_seconds=limit))
-            for name, limit in zip(names, (None, None, 1.0, None), strict=True)
+            for name, limit in zip(names, (None, None, 2.0, None), strict=True)
         }
         for reader in readers.values():
             await reader.until(lambda reader=reader: reader.num_tokens >= 2)
