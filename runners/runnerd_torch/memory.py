@@ -31,7 +31,7 @@ def block_bytes(layers: Sequence[LayerSpec], block_size: int, dtype: torch.dtype
 
 
 def activation_bytes(shape: ModelShape, config: RunnerConfig) -> int:
-    """Estimate from above what a full step holds beside weights and KV cache.
+    """Estimate from above what a full step holds beside weights and KV cache, where it cannot be measured.
 
     One layer's tensors at a time: the residual and its norms, query, key and value with their rotations, the two halves
     of the MLP; and for each row the logits in the model's dtype, in float32, and what sampling sorts.
@@ -43,7 +43,9 @@ def activation_bytes(shape: ModelShape, config: RunnerConfig) -> int:
     return config.max_num_batched_tokens * per_token + rows * per_row
 
 
-def kv_budget(shape: ModelShape, config: RunnerConfig, free_bytes: int, memory: MemoryInfo) -> KVBudget:
+def kv_budget(
+    shape: ModelShape, config: RunnerConfig, free_bytes: int, memory: MemoryInfo, step_bytes: int
+) -> KVBudget:
     """Give the budget of the KV cache.
 
     ``memory_bytes`` is taken as it is. Otherwise the cache gets what ``memory_fraction`` of the memory that was free
@@ -54,13 +56,14 @@ def kv_budget(shape: ModelShape, config: RunnerConfig, free_bytes: int, memory: 
         config: The runner's configuration.
         free_bytes: The device's free memory before the weights were read.
         memory: The device's memory.
+        step_bytes: What a step holds beside weights and KV cache, measured or estimated.
     """
     per_block = block_bytes(shape.layers, config.block_size, shape.dtype)
     if config.memory_bytes is not None:
         available = config.memory_bytes
     else:
         available = int(free_bytes * config.memory_fraction)
-        available -= shape.weights_bytes + activation_bytes(shape, config)
+        available -= shape.weights_bytes + step_bytes
         if memory.default_kv_bytes is not None:
             available = min(available, memory.default_kv_bytes)
     # More blocks than all slots fill at their longest would never be used at once.

@@ -20,7 +20,8 @@ from runnerd_torch.launching import StepLauncher
 from runnerd_torch.layer_ops import LayerOps, TorchLayerOps
 from runnerd_torch.linear import LinearFactory
 from runnerd_torch.loading import LoadedModel, ModelImpl, load_model
-from runnerd_torch.memory import kv_budget
+from runnerd_torch.memory import activation_bytes, kv_budget
+from runnerd_torch.profiling import measure_step_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +99,15 @@ class TorchModelRunner:
 
         Raises:
             LifecycleError: The model is not loaded, this was called before, or the runner is closed.
+            ModelLoadError: The largest step does not fit into the device's memory.
         """
-        loaded, _ = self._require_loaded("profile")
-        budget = kv_budget(loaded.shape, self._config, self._free_bytes_before_load, self._device.memory())
+        loaded, attention = self._require_loaded("profile")
+        step_bytes = 0
+        if self._config.memory_bytes is None:
+            measured = measure_step_bytes(self._config, self._device, loaded, attention, self._max_logprobs)
+            step_bytes = activation_bytes(loaded.shape, self._config) if measured is None else measured
+        memory = self._device.memory()
+        budget = kv_budget(loaded.shape, self._config, self._free_bytes_before_load, memory, step_bytes)
         if self._graphs is not None and self._config.memory_bytes is None:
             reserved = self._graphs.num_reserved_blocks * budget.bytes_per_block
             budget = replace(budget, available_bytes=max(budget.available_bytes - reserved, 0))

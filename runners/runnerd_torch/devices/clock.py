@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-REBASE_NS = 10_000_000_000
-"""Times between events are float32 milliseconds: ten seconds keep them exact to a microsecond."""
+REBASE_NS = 1_000_000_000
+"""In a second clocks drift apart by less than 100 us, and times between events, float32 milliseconds, stay exact."""
 
 
 @dataclass(slots=True)
