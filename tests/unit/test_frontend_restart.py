@@ -135,8 +135,10 @@ KINDS = {
 @pytest.mark.parametrize("depth", [1, 2])
 async def test_every_kind_of_request_goes_on_token_for_token(depth: int) -> None:
     generations = [ask(f"{index}: {name}", **options) for index, (name, options) in enumerate(KINDS.items())]
-    expected = await undisturbed(*generations, max_in_flight=depth)
-    async with serving(step_seconds=0.01, max_in_flight=depth) as frontend:
+    # What an output finds in the cache depends on which steps it came in between.
+    settings = {"max_in_flight": depth, "prefix_caching": False}
+    expected = await undisturbed(*generations, **settings)
+    async with serving(step_seconds=0.01, **settings) as frontend:
         readers = [Reader(frontend, generation) for generation in generations]
         for num_tokens in (20, 60):
             await readers[0].until(lambda least=num_tokens: readers[0].num_tokens >= least // 2)
@@ -148,8 +150,8 @@ async def test_every_kind_of_request_goes_on_token_for_token(depth: int) -> None
 
 async def test_a_request_whose_prompt_is_being_computed_is_computed_again() -> None:
     generation = ask("x" * 2000, prompt_logprobs=1, logprobs=1, n=2, max_tokens=10)
-    [expected] = await undisturbed(generation)
-    async with serving(seconds_per_token=0.0005) as frontend:
+    [expected] = await undisturbed(generation, prefix_caching=False)
+    async with serving(seconds_per_token=0.0005, prefix_caching=False) as frontend:
         reader = Reader(frontend, generation)
         await eventually(lambda: frontend.load.num_steps >= 2)  # of four, for the first output alone
         await gone(frontend)
@@ -383,8 +385,8 @@ POISON = {
 async def test_a_poisonous_request_fails_alone_and_the_others_go_on(kind: str) -> None:
     text = "PPPPPPPPPPPPPPPPPPPP" if kind == "in the output" else "POISON"
     generations = [ask(f"{number}: innocent", n=1 + number % 2, max_tokens=200) for number in range(10)]
-    expected = await undisturbed(*generations)
-    async with serving(step_seconds=0.005, crash_row_token=text) as frontend:
+    expected = await undisturbed(*generations, prefix_caching=False)
+    async with serving(step_seconds=0.005, crash_row_token=text, prefix_caching=False) as frontend:
         readers = [Reader(frontend, generation) for generation in generations]
         await readers[-1].until(lambda: readers[-1].num_tokens >= 2)
         poison = Reader(frontend, POISON[kind])

@@ -1,25 +1,23 @@
-"""Keeps an engine there: starts it, sees it fail or hang, restarts it, and lets live requests go on where they were.
+"""Keeps an engine there: starts it, sees it fail or hang, and restarts it; the live requests go on on the next one.
 
-Each engine process has a client of its own; what belongs to a request outlives them. A token depends on what came
-before it and on nothing else, so another engine, given prompt and outputs, goes on with the very token that the first
-one would have given. This module knows no text and no gRPC.
+Each engine process has a client of its own; what belongs to a request outlives them, in the dispatcher. This module
+knows no text and no gRPC.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.client import EngineClient
 from runnerd_service.engine.messages import AddRequest, EngineError, EngineReady, Load, LoadProgress, RequestOutput
-from runnerd_service.errors import EngineFailed, EngineStartFailed, NotReady, PoisonousRequest, RowFailed, RunnerdError
-from runnerd_service.frontend.ongoing import OngoingOutput, OngoingRequest
+from runnerd_service.errors import EngineFailed, EngineStartFailed, NotReady
+from runnerd_service.frontend.dispatcher import Dispatcher
+from runnerd_service.frontend.ongoing import OngoingRequest
 from runnerd_service.frontend.restarts import (
     CAUSES,
     RestartBudget,
@@ -28,7 +26,6 @@ from runnerd_service.frontend.restarts import (
     check_same_model,
     is_from_outside,
 )
-from runnerd_service.frontend.suspects import Suspects, at_work, is_accused
 from runnerd_service.frontend.totals import at_rest, with_totals
 from runnerd_service.frontend.watchdog import wait_for_hang
 
@@ -40,7 +37,8 @@ _CLOSE_SECONDS = 5.0
 """What an engine that failed is given to end by itself, so that its device is free for the next one."""
 _MIN_RETRY_SECONDS = 1.0
 _STARTS_AT_MOST = 3.0
-"""A restart may take this many times what the first start took, and the time of a step."""
+_START_SECONDS_AT_LEAST = 60.0
+"""A restart may take so many times what the first start took and the time of a step, and never less than a minute."""
 
 
 class EngineSupervisor:
@@ -58,23 +56,16 @@ class EngineSupervisor:
         self.last_error = ""
         """How the latest failure came; empty if there was none."""
         self.num_restarts: dict[str, int] = dict.fromkeys(CAUSES, 0)
-        self.num_poisonous = 0
-        """Requests that were found to kill engines."""
         self._config = config
         self._on_state = on_state
-        # Set while one is there; a client is new until it is ready and old once it has failed.
+        # None while there is no engine that could be given requests.
         self._client: EngineClient | None = None
+        # The latest that was made: it may be starting, or have failed.
         self._latest = self._new_client()
-        self._outputs: dict[int, OngoingOutput] = {}
-        """Outputs that have not ended, by uid: in the order of their arrival."""
-        self._engine_uids = itertools.count(1)
         self._budget = RestartBudget(config.max_engine_restarts, config.engine_restart_backoff_seconds)
-        self._suspects = Suspects()
-        # Who is tried alone, and whether anybody may have to be, or is accused.
-        self._alone: OngoingRequest | None = None
-        self._on_trial = False
-        self._engine_is_sound = False
-        self._advances = False
+        self._dispatcher = Dispatcher(
+            config.engine.max_num_seqs, self._budget.note_progress, lambda: self._set_state("serving")
+        )
         self._load_before: Load | None = None
         self._start_seconds = 0.0
         self._back_at = 0.0
@@ -86,8 +77,13 @@ class EngineSupervisor:
         """The counters: what there is now, and totals since the first start."""
         client = self._client
         if client is None:
-            return at_rest(self._load_before or Load(), len(self._outputs))
+            return at_rest(self._load_before or Load(), len(self._dispatcher))
         return client.load if self._load_before is None else with_totals(client.load, self._load_before)
+
+    @property
+    def num_poisonous(self) -> int:
+        """Requests that were found to kill engines."""
+        return self._dispatcher.num_poisonous
 
     @property
     def client(self) -> EngineClient:
@@ -125,32 +121,23 @@ class EngineSupervisor:
         return ready
 
     def add(self, owner: OngoingRequest, request: AddRequest, sink: Callable[[RequestOutput], None]) -> None:
-        """Give an output to the engine, and to those after it.
-
-        Args:
-            owner: The client's request that it belongs to.
-            request: Its uid was never used before.
-            sink: Called with what engines give, each token once, up to a finish that is not "failed": what becomes of
-                a request that fails is told to its owner.
+        """Give an output to the engine, and to those after it; see :meth:`Dispatcher.add`.
 
         Raises:
             NotReady: No engine takes requests now.
         """
         if self.state != "serving":
             raise self.not_ready()
-        output = self._outputs[request.uid] = owner.outputs[request.uid] = OngoingOutput(owner, request, sink)
-        self._admit(self.client, [output])
+        self._dispatcher.add(owner, request, sink)
 
     def abort(self, uids: Iterable[int]) -> None:
         """Forget outputs; their sinks are not called any more. Those that have ended are passed over."""
-        gone = [self._outputs[uid] for uid in uids if uid in self._outputs]
-        for output in gone:
-            self._forget(output)
-        self._withdraw(gone)
+        self._dispatcher.abort(uids)
 
     async def close(self) -> None:
         """End the engine and all attempts to have one. Harmless when closed."""
         self._closing = True
+        self._dispatcher.detach()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -174,7 +161,7 @@ class EngineSupervisor:
         self._client, self.ready = client, ready
         if self._config.step_timeout_seconds:
             self._spawn(self._watch(client))
-        self._advance()
+        self._dispatcher.attach(client)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -191,12 +178,8 @@ class EngineSupervisor:
             return
         logger.error("the engine failed: %s: %s", error.kind, error.message)
         self._load_before = self.load
-        self._client = self._alone = None
-        there = at_work(self._outputs.values(), self._config.engine.max_num_seqs)
-        self._suspects.note_crash(there, from_outside=is_from_outside(error, client.exit_code))
-        self._on_trial, self._engine_is_sound = True, False
-        for output in self._outputs.values():
-            output.engine_uid = None
+        self._client = None
+        self._dispatcher.note_failure(from_outside=is_from_outside(error, client.exit_code))
         delay = self._note_failure(error)
         if delay is not None:
             self._set_state("recovering")
@@ -226,7 +209,7 @@ class EngineSupervisor:
                 kind = error.kind if isinstance(error, EngineStartFailed) else type(error).__name__
                 cause, delay = "start", self._note_failure(EngineError("start", kind, str(error)))
             else:
-                logger.warning("the engine is there again; %d outputs go on", len(self._outputs))
+                logger.warning("the engine is there again; %d outputs go on", len(self._dispatcher))
                 self._install(self._latest, ready)
                 return
 
@@ -239,7 +222,9 @@ class EngineSupervisor:
         """
         assert self.ready is not None
         step_timeout = self._config.step_timeout_seconds
-        limit = _STARTS_AT_MOST * self._start_seconds + step_timeout if step_timeout else None
+        limit = None
+        if step_timeout:
+            limit = max(_STARTS_AT_MOST * self._start_seconds + step_timeout, _START_SECONDS_AT_LEAST)
         try:
             async with asyncio.timeout(limit):
                 ready = await self._started(client, lambda progress: None)
@@ -256,8 +241,7 @@ class EngineSupervisor:
         )
         logger.error("%s; it is not restarted again", error)
         self._set_state("failed")
-        for owner in {output.owner: None for output in self._outputs.values()}:
-            self._fail(owner, error)
+        self._dispatcher.fail_all(error)
 
     def _retry(self) -> float:
         left = self._back_at - asyncio.get_running_loop().time()
@@ -267,87 +251,6 @@ class EngineSupervisor:
         if state != self.state:
             self.state = state
             self._on_state(state)
-
-    def _admit(self, client: EngineClient, outputs: Iterable[OngoingOutput]) -> None:
-        for output in outputs:
-            client.add(output.admitted(next(self._engine_uids)), partial(self._receive, client, output))
-
-    def _withdraw(self, outputs: Iterable[OngoingOutput]) -> None:
-        uids = [output.engine_uid for output in outputs if output.engine_uid is not None]
-        for output in outputs:
-            output.engine_uid = None
-        if uids and self._client is not None:
-            self._client.abort(uids)
-
-    def _forget(self, output: OngoingOutput) -> None:
-        self._outputs.pop(output.request.uid, None)
-        output.owner.outputs.pop(output.request.uid, None)
-        if self._on_trial:
-            self._advance_soon()
-
-    def _receive(self, client: EngineClient, output: OngoingOutput, message: RequestOutput) -> None:
-        if message.finish == "failed":
-            if client.failure is None and not self._closing:
-                self._fail(output.owner, RowFailed(message.error))
-            return
-        if output.take(message):
-            self._note_progress(output)
-        if message.finish is not None:
-            self._forget(output)
-        try:
-            output.sink(message)
-        except Exception:
-            logger.exception("a request is failed: what came of it cannot be used")
-            self._fail(output.owner, RunnerdError("internal error; the server's log has the details"))
-
-    def _note_progress(self, output: OngoingOutput) -> None:
-        self._budget.note_progress()
-        self._suspects.note_progress(output.owner)
-        if self._on_trial:
-            self._engine_is_sound = True
-            self._advance_soon()
-
-    def _fail(self, owner: OngoingRequest, error: RunnerdError) -> None:
-        owner.fail(error)
-        self.abort(tuple(owner.outputs))
-
-    def _advance_soon(self) -> None:
-        """Advance when the caller has ended: what it works on may change."""
-        if not self._advances:
-            self._advances = True
-            asyncio.get_running_loop().call_soon(self._advance)
-
-    def _advance(self) -> None:
-        """Give the engine what it is to work on now."""
-        self._advances = False
-        if self._client is None or self._closing:
-            return
-        for owner in self._suspects.to_blame(self._outputs.values(), engine_is_sound=self._engine_is_sound):
-            self._blame(owner)
-        if self._alone is not None and self._alone.num_crashes and _is_at_work(self._alone):
-            return  # it has not got further yet
-        suspect = self._suspects.to_try_alone(self._outputs.values())
-        if self._alone is not None:
-            self._withdraw(tuple(self._alone.outputs.values()))
-        self._alone = suspect
-        if suspect is not None:
-            logger.warning("a request that was there when engines died is tried alone")
-            self._admit(self._client, tuple(suspect.outputs.values())[: self._config.engine.max_num_seqs])
-            return
-        outputs = [output for output in self._outputs.values() if output.engine_uid is None]
-        self._admit(self._client, (output for output in outputs if not is_accused(output.owner)))
-        self._on_trial = any(output.owner.num_crashes for output in self._outputs.values())
-        self._set_state("serving")
-
-    def _blame(self, owner: OngoingRequest) -> None:
-        self.num_poisonous += 1
-        logger.error("a request is failed: engines die of it")
-        text = "the engine died of this request each time that it was tried, at last alone; it is not tried again"
-        self._fail(owner, PoisonousRequest(text))
-
-
-def _is_at_work(owner: OngoingRequest) -> bool:
-    return any(output.engine_uid is not None for output in owner.outputs.values())
 
 
 def _first_line(error: str) -> str:
