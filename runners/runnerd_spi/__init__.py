@@ -14,7 +14,7 @@ from runnerd_spi.errors import (
     StepFailed,
     StepTimeout,
 )
-from runnerd_spi.parts import DoneStep, FutureStep, Lifecycle
+from runnerd_spi.parts import DoneStep, FutureStep, Lifecycle, check_config
 from runnerd_spi.plan import (
     Admit,
     BlockGrant,
@@ -84,6 +84,7 @@ __all__ = [
     "StepTimeout",
     "Support",
     "TokenLogprobs",
+    "check_config",
     "list_runners",
     "load_runner",
     "parse_options",

@@ -9,11 +9,31 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 
-from runnerd_spi.errors import LifecycleError, StepFailed, StepTimeout
+from runnerd_spi.errors import InvalidOption, LifecycleError, StepFailed, StepTimeout
 from runnerd_spi.plan import StepOutput
-from runnerd_spi.runner import StepTimeline
+from runnerd_spi.runner import RunnerCapabilities, RunnerConfig, StepTimeline
 
 _ORDER = ("load", "profile", "init_kv_cache", "warm_up", "execute_model")
+
+
+def check_config(name: str, config: RunnerConfig, capabilities: RunnerCapabilities) -> None:
+    """Refuse a configuration outside the capabilities, for a runner that is not created by the service.
+
+    Args:
+        name: The runner's.
+        config: What it was configured with.
+        capabilities: What it declares.
+
+    Raises:
+        InvalidOption: The depth or the block size is not among those declared. (``load`` checks the data type: what
+            a model can be computed in is not known before.)
+    """
+    low, high = capabilities.min_in_flight, capabilities.max_in_flight
+    if not low <= config.max_in_flight <= high:
+        raise InvalidOption(f"runner {name!r}: max_in_flight {config.max_in_flight}, expected {low} to {high}")
+    if config.block_size not in capabilities.block_sizes:
+        sizes = ", ".join(map(str, sorted(capabilities.block_sizes)))
+        raise InvalidOption(f"runner {name!r}: block_size {config.block_size}, expected one of {sizes}")
 
 
 class Lifecycle:

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 
-from runnerd_spi import ModelRunner, RunnerCapabilities, RunnerConfig, RunnerOption, RunnerPlugin, RunnerUnavailable
+from runnerd_spi import (
+    ModelRunner,
+    RunnerCapabilities,
+    RunnerConfig,
+    RunnerOption,
+    RunnerPlugin,
+    RunnerUnavailable,
+    check_config,
+)
 
 MAX_LOGPROBS = 20
 
@@ -35,6 +43,7 @@ def _check_cpu() -> None:
 
 def _create_cpu(config: RunnerConfig) -> ModelRunner:
     _check_cpu()
+    check_config("cpu", config, _CPU_CAPABILITIES)
     # torch takes seconds to import: only whoever creates a runner pays for it.
     from runnerd_torch.cpu import create_cpu_runner
 

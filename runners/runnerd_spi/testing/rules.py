@@ -21,7 +21,7 @@ class Rule:
     """Rules without which this one cannot be judged: what breaks them would break it as well."""
 
 
-_LIFE = ("L1", "L3", "L4", "L5")
+_LIFE = ("L1", "L5")
 _STEPS = (*_LIFE, "E2", "E3", "E5", "E6")
 
 RULES: tuple[Rule, ...] = (
