@@ -55,6 +55,8 @@ class _Graph:
     inputs: _Inputs
     # [size, vocab_size]
     logits: torch.Tensor
+    read: tuple[torch.Tensor, ...]
+    """What else the captured kernels read: their memory must not go to others."""
 
 
 class NpuGraphModel:
@@ -128,14 +130,15 @@ class NpuGraphModel:
 
     def _capture(self, size: int, pool: Any) -> _Graph:
         parts, inputs = self._parts, self._inputs.first(size)
-        attention = StepAttention(parts.attention, parts.caches, self._captured_metadata(size, inputs))
+        metadata = self._captured_metadata(size, inputs)
+        attention = StepAttention(parts.attention, parts.caches, metadata)
         logits_index = torch.arange(size, device=parts.device.torch_device)
         # Once without a graph: what a first call prepares must not be captured.
         parts.model.forward(inputs.input_ids, inputs.positions, logits_index, attention)
         graph = self._npu.NPUGraph()
         with self._npu.graph(graph, pool=pool, auto_dispatch_capture=True):
             logits = parts.model.forward(inputs.input_ids, inputs.positions, logits_index, attention)
-        return _Graph(graph, inputs, logits)
+        return _Graph(graph, inputs, logits, (logits_index, metadata.query_start_loc, metadata.seq_lens))
 
     def _replay(
         self,
