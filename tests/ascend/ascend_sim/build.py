@@ -29,7 +29,6 @@ _EMPTY = (
     "libatb.so",
     "libfmk_parser.so",
     "libascend_protobuf.so",
-    "libnnopbase.so",
 )
 _C_TYPES = {
     "double": "double",
@@ -41,6 +40,8 @@ _C_TYPES = {
     "bool": "bool",
     "string": "const char*",
 }  # any other kind is the address of an object
+# Newer than the documents; without them the wheel takes their forerunners.
+_ABSENT = ("aclnnTopkV2",)
 _HARMLESS = ("Msprof", "aclop")
 _UNSUPPORTED = 207000
 
@@ -89,6 +90,10 @@ def opapi_source(kernels: list[Kernel], names: tuple[str, ...]) -> str:
             f"{{ return ascend_sim::prepare(ascend_sim::Call({number}){calls}, bytes, executor); }}"
         )
         lines.append(
+            f"API int aclnn{one.name}GetMaxWorkspaceSize({', '.join(parameters)}, uint64_t* bytes, void** executor) "
+            "{ *bytes = 0; *executor = nullptr; return 0; }"
+        )
+        lines.append(
             f"API int aclnn{one.name}(void*, uint64_t, void* executor, void* stream) "
             "{ return ascend_sim::launch(executor, stream); }"
         )
@@ -123,6 +128,7 @@ def _build_in(work: Path, compiler: str, package: Path) -> None:
     (work / "rest.cpp").write_text(_rest_source(work, package))
     compile_library("libascendcl.so", "runtime.cpp", "stream.cpp", "rest.cpp")
     compile_library("libacl_op_compiler.so", "compiler.cpp")
+    compile_library("libnnopbase.so", "base.cpp")
     compile_library("libhccl.so", "hccl.cpp", "-lascendcl")
     compile_library("libopapi.so", "opapi.cpp", "call.cpp", "-lascendcl")
 
@@ -158,7 +164,8 @@ def _symbols(path: Path, which: str, kind: str = " ") -> set[str]:
 def _aclnn_names(package: Path) -> tuple[str, ...]:
     content = (package / "lib" / "libtorch_npu.so").read_bytes()
     found = {name.decode() for name in re.findall(rb"aclnn[A-Z][A-Za-z0-9_]+", content)}
-    return tuple(sorted({name.removesuffix("GetWorkspaceSize") for name in found}))
+    plain = {name.removesuffix("GetWorkspaceSize").removesuffix("GetMaxWorkspaceSize") for name in found}
+    return tuple(sorted(plain - set(_ABSENT)))
 
 
 def _package(name: str) -> Path:

@@ -173,7 +173,6 @@ API int aclDestroyBoolArray(void* packed) { return destroy(packed); }
 API int aclDestroyFloatArray(void* packed) { return destroy(packed); }
 API int aclDestroyTensorList(void* packed) { return destroy(packed); }
 API int aclDestroyScalarList(void* packed) { return destroy(packed); }
-API int aclDestroyAclOpExecutor(void* executor) { return delete static_cast<std::shared_ptr<Call>*>(executor), 0; }
 API int InitHugeMemThreadLocal(void*, bool) { return 0; }
 API void UnInitHugeMemThreadLocal(void*, bool) {}
 API void ReleaseHugeMem(void*, bool) {}

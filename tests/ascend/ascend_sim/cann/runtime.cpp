@@ -63,29 +63,9 @@ struct Mark {  // one record of an event
     }
 };
 
-// What a graph waits for: set by a record, cleared by a captured reset, each when its stream gets there.
-struct Signal {
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool is_set = false;
-
-    void set(bool value) {
-        {
-            std::lock_guard lock(mutex);
-            is_set = value;
-        }
-        changed.notify_all();
-    }
-    void wait() {
-        std::unique_lock lock(mutex);
-        changed.wait(lock, [this] { return is_set; });
-    }
-};
-
 struct Event {
     std::mutex mutex;
     std::shared_ptr<Mark> mark;
-    const std::shared_ptr<Signal> signal = std::make_shared<Signal>();
 
     std::shared_ptr<Mark> get() {
         std::lock_guard lock(mutex);
@@ -292,8 +272,7 @@ API int aclrtRecordEvent(void* event, void* stream) {
         std::lock_guard lock(one->mutex);
         one->mark = mark;
     }
-    mark->stream->push([mark, signal = one->signal] {
-        signal->set(true);
+    mark->stream->push([mark] {
         {
             std::lock_guard lock(mark->mutex);
             mark->done = true;
@@ -305,21 +284,13 @@ API int aclrtRecordEvent(void* event, void* stream) {
     return kOk;
 }
 API int aclrtStreamWaitEvent(void* stream, void* event) {
-    Stream* one = stream_of(stream);
-    if (one->capture) {
-        one->push([signal = static_cast<Event*>(event)->signal] { return signal->wait(), kOk; });
-        return kOk;
-    }
-    one->push([mark = mark_of(event)] {
+    stream_of(stream)->push([mark = mark_of(event)] {
         if (mark) mark->wait();
         return kOk;
     });
     return kOk;
 }
-API int aclrtResetEvent(void* event, void* stream) {
-    stream_of(stream)->push([signal = static_cast<Event*>(event)->signal] { return signal->set(false), kOk; });
-    return kOk;
-}
+API int aclrtResetEvent(void*, void*) { return kOk; }
 API int aclrtSynchronizeEvent(void* event) {
     ++counters.synchronize_event;
     auto mark = mark_of(event);
@@ -343,6 +314,44 @@ API int aclrtEventElapsedTime(float* milliseconds, void* begin, void* end) {
     from->wait();
     to->wait();
     *milliseconds = std::chrono::duration<float, std::milli>(to->time - from->time).count();
+    return kOk;
+}
+
+// Words of device memory that streams write and wait for: what a captured task and its update agree by.
+namespace {
+
+std::mutex value_mutex;
+std::condition_variable value_written;
+enum Comparison : uint32_t { kAtLeast, kEqual, kAnd, kNor };
+
+bool holds(uint64_t found, uint64_t value, uint32_t comparison) {
+    switch (comparison) {
+        case kAtLeast: return static_cast<int64_t>(found - value) >= 0;
+        case kEqual: return found == value;
+        case kAnd: return (found & value) != 0;
+        default: return ~(found | value) != 0;
+    }
+}
+
+}  // namespace
+
+API int aclrtValueWrite(void* address, uint64_t value, uint32_t, void* stream) {
+    stream_of(stream)->push([=] {
+        {
+            std::lock_guard lock(value_mutex);
+            *static_cast<uint64_t*>(address) = value;
+        }
+        value_written.notify_all();
+        return kOk;
+    });
+    return kOk;
+}
+API int aclrtValueWait(void* address, uint64_t value, uint32_t comparison, void* stream) {
+    stream_of(stream)->push([=] {
+        std::unique_lock lock(value_mutex);
+        value_written.wait(lock, [=] { return holds(*static_cast<uint64_t*>(address), value, comparison); });
+        return kOk;
+    });
     return kOk;
 }
 

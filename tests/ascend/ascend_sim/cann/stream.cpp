@@ -1,5 +1,6 @@
 #include "stream.hpp"
 
+#include <atomic>
 #include <chrono>
 
 extern "C" {
@@ -11,6 +12,12 @@ void PyEval_RestoreThread(void*) __attribute__((weak));
 }
 
 namespace ascend_sim {
+
+namespace {
+
+std::atomic<int> first_errors[64];  // by device: what fails on one stream stops them all
+
+}  // namespace
 
 Stream::Stream(int id, int device) : id_(id), device_(device) {
     // Never joined: streams live as long as the process.
@@ -29,7 +36,8 @@ void Stream::run() {
         task = nullptr;
         lock.lock();
         busy_ = false;
-        if (error && !error_) error_ = error;
+        int none = 0;
+        if (error) first_errors[device_ < 0 ? 0 : device_].compare_exchange_strong(none, error);
         if (queue_.empty()) drained_.notify_all();
     }
 }
@@ -57,10 +65,7 @@ bool Stream::idle() {
     return queue_.empty() && !busy_;
 }
 
-int Stream::error() {
-    std::lock_guard lock(mutex_);
-    return error_;
-}
+int Stream::error() { return first_errors[device_ < 0 ? 0 : device_]; }
 
 WithoutPythonLock::WithoutPythonLock() {
     if (Py_IsInitialized && Py_IsInitialized() && PyGILState_Check()) state_ = PyEval_SaveThread();

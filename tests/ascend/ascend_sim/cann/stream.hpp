@@ -1,5 +1,5 @@
 // In-order streams: each is a queue and a thread that runs its tasks. While a stream captures, tasks are recorded
-// instead. A task that fails makes its stream's error sticky, as a device does.
+// instead. After a task that failed, whoever waits for its device is told.
 #pragma once
 #include <condition_variable>
 #include <deque>
@@ -37,7 +37,6 @@ class Stream {
     std::condition_variable pushed_, drained_;
     std::deque<Task> queue_;
     bool busy_ = false;
-    int error_ = 0;
 };
 
 Stream* stream_of(void* handle);  // null: the current device's default stream
