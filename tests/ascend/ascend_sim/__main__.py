@@ -6,13 +6,15 @@ import os
 import sys
 from pathlib import Path
 
-from ascend_sim.environment import cann_environment
-
 
 def main() -> None:
     """Replace this process by the command, which is looked up beside the running Python first."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m ascend_sim COMMAND [ARGUMENT...]")
+    # The kernels import torch, which would import torch_npu, which needs what is built here.
+    os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    from ascend_sim.environment import cann_environment
+
     try:
         environment = os.environ | cann_environment()
     except RuntimeError as error:

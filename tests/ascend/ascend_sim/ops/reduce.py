@@ -73,18 +73,10 @@ def sort(self: Tensor, stable: bool, dim: int, descending: bool, values: Tensor,
     indices.copy_(found.indices)
 
 
-@aclnn("Topk", "tensor self, int64 k, int64 dim, bool largest, bool sorted, tensor values, tensor indices")
-def topk(
-    self: Tensor,
-    k: int,
-    dim: int,
-    largest: bool,
-    sorted: bool,
-    values: Tensor,
-    indices: Tensor,
-) -> None:
+@aclnn("Topk", "tensor self, int64 k, int64 dim, bool largest, bool in_order, tensor values, tensor indices")
+def topk(self: Tensor, k: int, dim: int, largest: bool, in_order: bool, values: Tensor, indices: Tensor) -> None:
     """The k largest, or smallest, along a dimension."""
-    found = torch.topk(self, k, dim, bool(largest), bool(sorted))
+    found = torch.topk(self, k, dim, bool(largest), bool(in_order))
     values.copy_(found.values)
     indices.copy_(found.indices)
 
