@@ -57,6 +57,10 @@ class ServerConfig:
     max_message_bytes: int = 16 * 1024 * 1024
     max_waiting: int = 4096
     """Requests that may wait for a place; further ones get RESOURCE_EXHAUSTED."""
+    max_waiting_tokens: int | None = None
+    """Prompt tokens that the waiting requests may have together; None: as many as there are."""
+    queue_timeout_seconds: float = 0.0
+    """A request that has waited so long for a place gets RESOURCE_EXHAUSTED; 0: it may wait for any time."""
     drain_seconds: float = 30.0
     """How long live requests may go on after SIGTERM."""
     max_engine_restarts: int = 5

@@ -258,7 +258,7 @@ def test_a_request_that_fills_the_whole_cache_is_served(depth: int) -> None:
         engine.add(request(1, "x" * 29, max_tokens=4))
         engine.add(request(2, "y" * 29, max_tokens=4))
         outputs = drain(engine)
-        assert [len(outputs[uid]) for uid in (1, 2)] == [4, 4]
+        assert [sum(len(one.token_ids) for one in outputs[uid]) for uid in (1, 2)] == [4, 4]
 
 
 def test_a_rejected_request_that_is_aborted_says_nothing() -> None:

@@ -97,6 +97,21 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("max-stop-strings", "server", count(0), "most stop strings of a request", "N"),
     Setting("max-message-bytes", "server", message_size, "largest request message: 16MiB", "SIZE"),
     Setting("max-waiting", "server", count(0), "requests that may wait; further ones get RESOURCE_EXHAUSTED", "N"),
+    Setting(
+        "max-waiting-tokens",
+        "server",
+        count(1),
+        "prompt tokens that waiting requests may have together; others get RESOURCE_EXHAUSTED (default: no limit)",
+        "N",
+    ),
+    Setting(
+        "queue-timeout",
+        "server",
+        seconds,
+        "how long a request may wait for a place, then it gets RESOURCE_EXHAUSTED; 0: for any time",
+        "SECONDS",
+        "queue_timeout_seconds",
+    ),
     Setting("drain-seconds", "server", seconds, "how long live requests may go on after SIGTERM", "SECONDS"),
     Setting(
         "max-engine-restarts",

@@ -82,7 +82,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """What a step gave one request. ``token_ids`` may be empty (a finish without a token, prompt logprobs alone)."""
+    """What a step gave one request. ``token_ids`` may be empty: a finish without a token, a part of the prompt."""
 
     uid: int
     token_ids: tuple[int, ...] = ()

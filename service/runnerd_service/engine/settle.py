@@ -73,7 +73,8 @@ class Settler:
             _collect_prompt_logprobs(request, row, result)
             prompt_logprobs = request.take_prompt_logprobs()
         if token_id is None:
-            return RequestOutput(request.uid, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+            # Told although it may hold nothing: the request does not wait for a place any more.
+            return RequestOutput(request.uid, prompt_logprobs=prompt_logprobs)
         request.token_ids.append(token_id)
         self.num_generated_tokens += 1
         finish = finish_of(request)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.messages import EngineReady, Load, LoadProgress, RequestOutput
-from runnerd_service.errors import NotReady, RequestAborted, RunnerdError
+from runnerd_service.errors import NotReady, Overloaded, RequestAborted, RunnerdError
 from runnerd_service.frontend.effort import Effort, effort_of, effort_of_prompt
 from runnerd_service.frontend.live import LiveRequest, LiveRequests
 from runnerd_service.frontend.loading import LoadedModel, load_model
@@ -46,6 +46,7 @@ Progress = Callable[[str, int, int], None]
 _LOADING_RETRY_SECONDS = 2.0
 _DRAINING_RETRY_SECONDS = 1.0
 """By then a balancer has seen the health status, or a successor listens."""
+_QUEUE_RETRY_SECONDS = 1.0
 _SHUTTING_DOWN = "the server is shutting down"
 
 
@@ -61,7 +62,7 @@ class Frontend:
         self._engine = EngineSupervisor(config, self._on_engine_state)
         self._states = StateBoard("loading")
         self._model: LoadedModel | None = None
-        self._live = LiveRequests(config.engine.max_num_seqs, config.max_waiting)
+        self._live = LiveRequests(config.engine.max_num_seqs, config.max_waiting, config.max_waiting_tokens)
         # Few, so that slow templates of clients hold up each other and nobody else.
         self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         self._traces = TraceCapture()
@@ -136,28 +137,30 @@ class Frontend:
             ModelNotFound: It names another model.
             DuplicateRequest: Its id is that of a live request.
             NotReady: The model loads, the server drains, or the engine is being restarted.
-            Overloaded: Too many requests wait.
+            Overloaded: Too many requests wait, or it has waited for too long.
             RequestAborted: :meth:`abort` ended it.
             RowFailed: The runner could not compute it.
             PoisonousRequest: The engine died of it again and again.
             EngineFailed: The engine failed and could not be restarted.
         """
-        arrival = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        arrival = loop.time()
         model = self._require_model(accepts_work=True)
         self._live.check_room(1, self._engine.load.num_waiting)  # before any work is done for it
         live = self._live.begin(generation.request_id)
-        timer: asyncio.TimerHandle | None = None
+        timers: list[asyncio.TimerHandle] = []
         try:
             request = await self._run(effort_of(generation), lambda: model.preparer.prepare(generation))
             stream = self._submit(model, live, request)
             if request.time_limit_seconds is not None:
-                loop = asyncio.get_running_loop()
-                timer = loop.call_at(arrival + request.time_limit_seconds, stream.end_by_time)
+                timers.append(loop.call_at(arrival + request.time_limit_seconds, stream.end_by_time))
+            if self._config.queue_timeout_seconds:
+                timers.append(loop.call_at(arrival + self._config.queue_timeout_seconds, self._end_waiting, live))
             yield Started(live.request_id, request.seed, len(request.prompt_token_ids))
             while (event := await stream.next_event()) is not None:
                 yield event
         finally:
-            if timer is not None:
+            for timer in timers:
                 timer.cancel()
             self._forget(live.uids)
             self._live.end(live)
@@ -269,14 +272,15 @@ class Frontend:
         if live.error is not None:
             raise live.error
         self._require_model(accepts_work=True)  # it may have changed while a long prompt was prepared
-        self._live.check_room(request.n, self._engine.load.num_waiting)
+        num_prompt_tokens = len(request.prompt_token_ids)
+        self._live.check_room(request.n, self._engine.load.num_waiting, num_prompt_tokens)
         stream = RequestStream(request, model.tokenizer, lambda index: self._forget((live.uids[index],)))
         live.stream = stream
         ongoing = OngoingRequest(lambda error: self._fail(live, error))
         for index in range(request.n):
-            uid = self._live.open_output(live)
+            uid = self._live.open_output(live, num_prompt_tokens)
             self._engine.add(ongoing, request.add_request(uid, index), self._sink(uid, stream, index))
-        logger.debug("request %s: %d prompt tokens", live.request_id, len(request.prompt_token_ids))
+        logger.debug("request %s: %d prompt tokens", live.request_id, num_prompt_tokens)
         return stream
 
     def _sink(self, uid: int, stream: RequestStream, index: int) -> Callable[[RequestOutput], None]:
@@ -287,6 +291,13 @@ class Frontend:
             stream.receive(index, output)
 
         return sink
+
+    def _end_waiting(self, live: LiveRequest) -> None:
+        """End a request that has waited for a place as long as it may."""
+        if not self._live.has_begun(live):
+            timeout = self._config.queue_timeout_seconds
+            text = f"no place became free in {timeout:g} s; try later, or elsewhere"
+            self._fail(live, Overloaded(text, subject="queue_timeout", retry_after_seconds=_QUEUE_RETRY_SECONDS))
 
     def _fail(self, live: LiveRequest, error: RunnerdError) -> bool:
         failed = live.fail(error)

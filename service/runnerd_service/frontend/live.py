@@ -43,17 +43,20 @@ class LiveRequests:
     Args:
         max_running: Outputs that may run at once.
         max_waiting: Outputs that may wait for a place.
+        max_waiting_tokens: Prompt tokens that these may have together; None for no limit.
     """
 
-    def __init__(self, max_running: int, max_waiting: int) -> None:
+    def __init__(self, max_running: int, max_waiting: int, max_waiting_tokens: int | None = None) -> None:
         self._max_running = max_running
         self._max_waiting = max_waiting
+        self._max_waiting_tokens = max_waiting_tokens
         self._by_id: dict[str, LiveRequest] = {}
         self._uids = itertools.count(1)
         self._open: set[int] = set()
         """Engine requests whose end is not known yet."""
-        self._silent: set[int] = set()
-        """Those of them that gave nothing yet."""
+        self._silent: dict[int, int] = {}
+        """Those of them that gave nothing yet, with the tokens of their prompts."""
+        self._num_silent_tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -91,29 +94,37 @@ class LiveRequests:
         """Wait until no request is live."""
         await self._idle.wait()
 
-    def open_output(self, live: LiveRequest) -> int:
+    def open_output(self, live: LiveRequest, num_prompt_tokens: int) -> int:
         """Give a new uid for the next output of ``live``."""
         uid = next(self._uids)
         live.uids.append(uid)
         self._open.add(uid)
-        self._silent.add(uid)
+        self._silent[uid] = num_prompt_tokens
+        self._num_silent_tokens += num_prompt_tokens
         return uid
 
     def heard(self, uid: int) -> None:
         """Note that the engine gave something for ``uid``."""
-        self._silent.discard(uid)
+        if self._silent:
+            self._num_silent_tokens -= self._silent.pop(uid, 0)
+
+    def has_begun(self, live: LiveRequest) -> bool:
+        """Whether the engine gave something for an output of ``live``."""
+        return not all(uid in self._silent for uid in live.uids)
 
     def close_outputs(self, uids: Iterable[int]) -> None:
         """Note that the engine does not work on these any more; some may be closed already."""
         self._open.difference_update(uids)
-        self._silent.difference_update(uids)
+        for uid in uids:
+            self.heard(uid)
 
-    def check_room(self, num_new: int, reported_waiting: int) -> None:
+    def check_room(self, num_new: int, reported_waiting: int, num_prompt_tokens: int = 0) -> None:
         """Check that ``num_new`` more outputs may be given to the engine.
 
         Args:
             num_new: Outputs.
             reported_waiting: The engine's own count of waiting ones, as of its last step.
+            num_prompt_tokens: Of each of the new ones; 0 while that is not known.
 
         Raises:
             Overloaded: Too many would wait.
@@ -126,5 +137,15 @@ class LiveRequests:
             raise Overloaded(
                 f"{len(self._open)} outputs run or wait; with {num_new} more, more than {limit} would wait; try later",
                 subject="max_waiting",
+                retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
+            )
+        if self._max_waiting_tokens is None or not (beyond_places > 0 or num_waiting):
+            return
+        num_tokens = self._num_silent_tokens + num_new * num_prompt_tokens
+        if num_tokens > self._max_waiting_tokens:
+            raise Overloaded(
+                f"the prompts that wait would have {num_tokens} tokens with this one, more than "
+                f"{self._max_waiting_tokens}; try later, or with a shorter prompt",
+                subject="max_waiting_tokens",
                 retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
             )
