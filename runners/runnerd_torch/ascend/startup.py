@@ -13,6 +13,7 @@ import torch
 from runnerd_spi import InvalidOption
 from runnerd_torch.ascend.environment import check_environment, set_env_script, unavailable
 from runnerd_torch.devices.accelerator import AcceleratorDevice
+from runnerd_torch.devices.npu import NpuElapsedTime
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def open_device(device_index: int) -> AcceleratorDevice:
             "(npu-smi info), and whether driver and CANN fit"
         ) from error
     _check_cann(torch_npu)
-    return AcceleratorDevice(device, f"Ascend {name.removeprefix('Ascend')} (npu:{device_index})")
+    return AcceleratorDevice(device, f"Ascend {name.removeprefix('Ascend')} (npu:{device_index})", NpuElapsedTime())
 
 
 def _import_torch_npu() -> ModuleType:

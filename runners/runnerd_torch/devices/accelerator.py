@@ -16,7 +16,7 @@ from typing import Any, Generic
 import torch
 
 from runnerd_torch.devices.base import Array, Launch, MemoryInfo, T
-from runnerd_torch.devices.clock import DeviceClock, TimeBase
+from runnerd_torch.devices.clock import DeviceClock, ElapsedTime, TimeBase
 from runnerd_torch.devices.staging import StagingRing
 
 NUM_STAGING_SLOTS = 5
@@ -62,15 +62,16 @@ class AcceleratorLaunch(Generic[T]):
 
     def done(self) -> bool:
         """Whether the work, its copies to the host included, has ended or failed."""
-        if not self._ended:
-            try:
-                if not self._copied.query():
-                    return False
-            except RuntimeError as error:
-                self._end(error)
-            else:
-                self._end(None)
-        return True
+        if self._ended:
+            return True
+        try:
+            if not self._copied.query():
+                return False
+        except RuntimeError as error:
+            self._end(error)
+            return True
+        # That an event was reached says nothing of failures before it on every device; waiting for it does.
+        return self.wait(None)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait for the end, at most ``timeout`` seconds, with the interpreter free for other threads."""
@@ -151,10 +152,17 @@ class AcceleratorDevice:
     Args:
         device: With its index: ``cuda:0``, ``npu:1``.
         description: For people: "NVIDIA H100".
+        elapsed_ms: Gives the milliseconds between two events that have happened, and waits for nothing else.
         num_staging_slots: Steps whose arrays may be on their way at once; a further one waits.
     """
 
-    def __init__(self, device: torch.device, description: str, num_staging_slots: int = NUM_STAGING_SLOTS) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        description: str,
+        elapsed_ms: ElapsedTime = torch.Event.elapsed_time,
+        num_staging_slots: int = NUM_STAGING_SLOTS,
+    ) -> None:
         self._device = device
         self._description = description
         # What is done outside of submitted work, such as reading weights, runs on this stream too.
@@ -162,7 +170,7 @@ class AcceleratorDevice:
         self._copy_stream = torch.Stream(device=device)
         self._timed_event = partial(torch.Event, device, enable_timing=True)
         self._staging = StagingRing(num_staging_slots, device, partial(torch.Event, device))
-        self._clock = DeviceClock()
+        self._clock = DeviceClock(elapsed_ms)
         # (source, target) of the copies to the host that the work at hand asked for.
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._last: Launch[Any] | None = None

@@ -8,9 +8,12 @@ bounds come close to each other, and follow the two clocks as they drift apart.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+ElapsedTime = Callable[[torch.Event, torch.Event], float]
 
 REBASE_NS = 1_000_000_000
 """In a second clocks drift apart by less than 100 us, and times between events, float32 milliseconds, stay exact."""
@@ -31,9 +34,14 @@ class TimeBase:
 
 
 class DeviceClock:
-    """The clock of one stream."""
+    """The clock of one stream.
 
-    def __init__(self) -> None:
+    Args:
+        elapsed_ms: Gives the milliseconds between two events with timing that have both happened.
+    """
+
+    def __init__(self, elapsed_ms: ElapsedTime = torch.Event.elapsed_time) -> None:
+        self._elapsed_ms = elapsed_ms
         self._lock = threading.Lock()
         self._base: TimeBase | None = None
 
@@ -67,7 +75,7 @@ class DeviceClock:
             enqueued_ns: When the host enqueued the first.
             observed_ns: When the host saw that the last had happened.
         """
-        passed = [_passed_ns(base.event, event) for event in events]
+        passed = [self._passed_ns(base.event, event) for event in events]
         with self._lock:
             place_ns = self._place(base)
             base.earliest_ns = max(base.earliest_ns, enqueued_ns - passed[0])
@@ -83,8 +91,7 @@ class DeviceClock:
         base.former = None  # or all bases since the start would be kept
         if former is None or former.place_ns is None:
             return base.enqueued_ns
-        return former.place_ns + _passed_ns(former.event, base.event)
+        return former.place_ns + self._passed_ns(former.event, base.event)
 
-
-def _passed_ns(begin: torch.Event, end: torch.Event) -> int:
-    return 0 if begin is end else round(begin.elapsed_time(end) * 1e6)
+    def _passed_ns(self, begin: torch.Event, end: torch.Event) -> int:
+        return 0 if begin is end else round(self._elapsed_ms(begin, end) * 1e6)
