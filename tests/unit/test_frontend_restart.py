@@ -445,3 +445,16 @@ async def test_a_request_whose_engine_is_killed_from_outside_twice_is_not_to_bla
             await gone(frontend)
             await back(frontend)
         assert await reader.whole() == expected
+
+
+async def test_a_crash_in_native_code_is_told_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    [expected] = await undisturbed(ask("x"))
+    async with serving(step_seconds=0.01) as frontend:
+        reader = Reader(frontend, ask("x"))
+        await reader.until(lambda: reader.num_tokens >= 3)
+        assert frontend.engine_pid is not None
+        os.kill(frontend.engine_pid, signal.SIGSEGV)
+        assert await reader.whole() == expected
+        assert "Fatal Python error: Segmentation fault" in caplog.text
+        assert frontend.metrics().engine_restarts["signal"] == 1
+        assert frontend.last_error.startswith("EngineProcessDied: the engine process was killed by SIGSEGV")
