@@ -28,6 +28,7 @@ demo: $(VENV)/.run ## install, start the daemon on a real model, stream an answe
 
 test: $(VENV)/.dev ## install and run the tests
 	$(BIN)/python -m pytest
+	@echo "tests/ascend was not among these: make test-ascend"
 
 test-slow: $(VENV)/.dev ## the long property tests and soaks
 	$(BIN)/python -m pytest -m slow --timeout=1800
@@ -40,7 +41,7 @@ $(ASCEND_VENV)/.ready: pyproject.toml
 	$(ASCEND_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps torch-npu==2.13.0
 	@touch $@
 
-test-ascend: $(ASCEND_VENV)/.ready ## the Ascend runner: the real torch_npu on a simulated CANN
+test-ascend: $(ASCEND_VENV)/.ready ## install torch_npu and test the Ascend runner on a simulated CANN
 	PYTHONPATH=tests/ascend $(ASCEND_VENV)/bin/python -m ascend_sim pytest tests/ascend
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness

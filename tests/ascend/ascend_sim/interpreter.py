@@ -9,7 +9,8 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -119,15 +120,16 @@ class _Interpreter:
         self._fail_at = int(count or 0)
         self._calls: Counter[str] = Counter()
         # Calls repeat: the allocator gives the same memory again, and a decode step asks for the same shapes.
-        self._arguments = lru_cache(maxsize=8192)(lambda words: _unpack(words, _view))
+        self._arguments = lru_cache(maxsize=8192)(lambda packed: _unpack(_words(packed), _view))
+        self.recordings: list[list[str]] = []
 
-    def check(self, op: int, words: tuple[int, ...]) -> bytes | None:
+    def check(self, op: int, packed: bytes) -> bytes | None:
         """Log a call and check its contract; give what is wrong, or None."""
         one = self._kernels[op]
-        if self._log_path is None and not one.checks:
+        if not (self._log_path or self.recordings or one.checks):
             return None
-        arguments = _unpack(words, _meta)
-        if self._log_path is not None:
+        arguments = _unpack(_words(packed), _meta)
+        if self._log_path or self.recordings:
             self._log(one, arguments)
         try:
             for check in one.checks:
@@ -136,31 +138,33 @@ class _Interpreter:
             return f"aclnn{one.name}: {error}".encode()
         return None
 
-    def run(self, op: int, words: tuple[int, ...]) -> int:
+    def run(self, op: int, packed: bytes) -> int:
         """Run a kernel; give 0, or 1 if it failed."""
         one = self._kernels[op]
         if not getattr(self._thread, "is_ready", False):
             torch.set_num_threads(1)
+            torch.set_grad_enabled(False)
             self._thread.is_ready = True
         if one.name == self._fail_name:
             self._calls[one.name] += 1
             if self._calls[one.name] == self._fail_at:
                 return 1
         try:
-            with torch.no_grad():
-                one.function(*self._arguments(words))
-        except Exception:
+            one.function(*self._arguments(packed))
+        except Exception:  # noqa: BLE001 - whatever a kernel raises is a failure of the device
             print(f"simulated kernel of aclnn{one.name} failed:", file=sys.stderr)
             traceback.print_exc()
             return 1
         return 0
 
     def _log(self, kernel: Kernel, arguments: list[Any]) -> None:
-        assert self._log_path is not None
         named = zip(kernel.parameters, arguments, strict=True)
-        shown = " ".join(f"{name}={describe(value)}" for (_, name), value in named)
-        with Path(self._log_path).open("a") as file:
-            file.write(f"aclnn{kernel.name} {shown}\n")
+        line = f"aclnn{kernel.name} " + " ".join(f"{name}={describe(value)}" for (_, name), value in named)
+        for recording in self.recordings:
+            recording.append(line)
+        if self._log_path:
+            with Path(self._log_path).open("a") as file:
+                file.write(f"{line}\n")
 
 
 def describe(value: Any) -> str:
@@ -178,28 +182,44 @@ _CHECK = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p, ctypes
 _RUN = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64)
 
 
-def _words(pointer: int, count: int) -> tuple[int, ...]:
-    return struct.unpack(f"{count}q", ctypes.string_at(pointer, 8 * count))
+def _words(packed: bytes) -> tuple[int, ...]:
+    return struct.unpack(f"{len(packed) // 8}q", packed)
 
 
-def _install() -> tuple[object, ...]:
-    interpreter = _Interpreter()
+def _install(interpreter: _Interpreter) -> tuple[object, ...]:
     wrong: list[ctypes.Array[ctypes.c_char]] = []
 
     def check(op: int, pointer: int, count: int) -> int:
-        found = interpreter.check(op, _words(pointer, count))
+        found = interpreter.check(op, ctypes.string_at(pointer, 8 * count))
         if found is None:
             return 0
         wrong[:] = [ctypes.create_string_buffer(found)]
         return ctypes.addressof(wrong[0])
 
     def run(op: int, pointer: int, count: int) -> int:
-        return interpreter.run(op, _words(pointer, count))
+        return interpreter.run(op, ctypes.string_at(pointer, 8 * count))
 
     callbacks = _CHECK(check), _RUN(run)
     ctypes.CDLL("libopapi.so").ascend_sim_register(*callbacks)
     return callbacks
 
 
-_CALLBACKS = _install()
+_INTERPRETER = _Interpreter()
+_CALLBACKS = _install(_INTERPRETER)
 """Held for as long as the process lives: the libraries call them."""
+
+
+@contextmanager
+def recorded_calls() -> Iterator[list[str]]:
+    """Give the list of the aclnn calls that this process makes in the block, as the log shows them.
+
+    Both ends wait for the device, so that no call is still in torch_npu's own queue.
+    """
+    calls: list[str] = []
+    torch.accelerator.synchronize()
+    _INTERPRETER.recordings.append(calls)
+    try:
+        yield calls
+        torch.accelerator.synchronize()
+    finally:
+        _INTERPRETER.recordings.remove(calls)
