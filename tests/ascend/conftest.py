@@ -15,7 +15,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the calls that were made to tests/ascend/golden")
 
 
-def pytest_configure() -> None:
+# What torch_npu says of itself, of memory layouts, and of operations it takes to the CPU.
+_WARNINGS = ("ignore:Cannot create tensor with internal format", "ignore::UserWarning:torch_npu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for one in _WARNINGS:
+        config.addinivalue_line("filterwarnings", one)
     try:
         ctypes.CDLL("libascendcl.so")
     except OSError as error:
