@@ -223,6 +223,12 @@ def _call(path: Path, what: str, read: Callable[[], Any]) -> Any:
     except ModelLoadError:
         raise
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+            # Such a model looks its attention up in a table of its own.
+            raise ModelLoadError(
+                f"{path}: does not attend through transformers' attention interface; "
+                "such a model cannot use a paged KV cache"
+            ) from error
         first_line = (str(error).strip() or "no reason given").splitlines()[0]
         raise ModelLoadError(
             f"{path}: cannot read the {what}: {type(error).__name__}: {first_line}; "

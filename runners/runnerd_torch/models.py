@@ -8,7 +8,7 @@ This module knows nothing of plans, slots or sampling.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -156,12 +156,24 @@ def paged_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: AttentionBackend,
+    paged: AttentionBackend | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers calls; ``query`` is ``[1, num_heads, num_tokens, head_dim]``."""
+    """The attention function that transformers calls; ``query`` is ``[1, num_heads, num_tokens, head_dim]``.
+
+    Raises:
+        ModelLoadError: The model's layers do not hand on what belongs to a step.
+    """
+    if paged is None:
+        raise ModelLoadError(
+            f"{type(module).__name__} gets none of the arguments of the model's forward; "
+            "such a model cannot use a paged KV cache"
+        )
     if attention_mask is not None:
         options["attention_mask"] = attention_mask
+    if module.__dict__.get("is_causal") is False:
+        # Encoders that are also published as language models say it here, not in the call.
+        options["is_causal"] = False
     output = paged.attend(
         int(module.layer_idx),  # type: ignore[arg-type] # nn.Module types every attribute as a tensor or a module
         query[0].transpose(0, 1),
@@ -263,29 +275,53 @@ class _Recorder:
 def _probe(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int]:
     """Run two tokens through the model and give its layers and the width of its logits."""
     name = type(model).__name__
-    if "logits_to_keep" not in inspect.signature(model.forward).parameters:
+    taken = inspect.signature(model.forward).parameters
+    if "logits_to_keep" not in taken:
         raise ModelLoadError(f"{name}.forward takes no logits_to_keep; the model's code is too old for this runner")
     recorder = _Recorder(name)
-    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
-    with torch.inference_mode():
-        output = model(
-            input_ids=tokens,
-            position_ids=torch.arange(2, device=model.device).unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=tokens[0, :1],
-            paged=recorder,
-        )
+    logits = _probe_logits(model, recorder, {"position_ids": torch.arange(2, device=model.device).unsqueeze(0)})
     num_layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if missing := sorted(set(range(num_layers)) - set(recorder.layers)):
         raise ModelLoadError(
             f"{name}: {len(missing)} of {num_layers} layers (the first is {missing[0]}) do not attend through "
             "transformers' attention interface; such a model cannot use a paged KV cache"
         )
-    vocab_size = int(output.logits.shape[-1])
+    # What is missing may vanish among further keyword arguments. The probe's attention gives zeros, so that the logits
+    # depend on the embeddings alone; a model that counts from another number than 0 has others by itself.
+    if "position_ids" not in taken or not torch.allclose(
+        logits, _probe_logits(model, _Recorder(name), {}), equal_nan=True
+    ):
+        raise ModelLoadError(
+            f"{name} takes no position_ids that count from 0; the position of a token in a packed step cannot be told"
+        )
+    _check_windows(name, model, recorder.layers.values())
+    vocab_size = int(logits.shape[-1])
     num_embeddings = int(model.get_input_embeddings().weight.shape[0])
     if num_embeddings < vocab_size:
         raise ModelLoadError(f"{name}: {vocab_size} logits but {num_embeddings} embeddings; the checkpoint is damaged")
     return tuple(recorder.layers[layer] for layer in range(num_layers)), vocab_size
+
+
+def _probe_logits(model: PreTrainedModel, recorder: _Recorder, positions: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
+    with torch.inference_mode():
+        output = model(input_ids=tokens, use_cache=False, logits_to_keep=tokens[0, :1] + 1, paged=recorder, **positions)
+    logits: torch.Tensor = output.logits
+    return logits
+
+
+def _check_windows(name: str, model: PreTrainedModel, layers: Iterable[LayerSpec]) -> None:
+    """Refuse a window that the model would apply in a mask, without telling its attention: no mask is built here."""
+    settings = model.config.get_text_config(decoder=True).to_dict()
+    window, length = settings.get("sliding_window"), settings.get("max_position_embeddings")
+    kinds = settings.get("layer_types")
+    is_meant = isinstance(window, int) and (length is None or window < length)
+    is_used = kinds is None or "sliding_attention" in kinds
+    if is_meant and is_used and all(layer.sliding_window is None for layer in layers):
+        raise ModelLoadError(
+            f"{name}: its config has a sliding_window of {window}, which its layers do not ask of their attention; "
+            "such a model is not served. If it was trained without a window, remove sliding_window from config.json"
+        )
 
 
 def _scale(options: Mapping[str, Any], query: torch.Tensor) -> float:

@@ -77,6 +77,40 @@ def test_heads_of_two_sizes_are_refused(make_checkpoint):
     assert "expected one size" in refusal(path)
 
 
+@pytest.mark.parametrize("config_class", ["BertConfig", "RobertaConfig", "ElectraConfig", "ErnieConfig"])
+def test_an_encoder_that_is_also_published_as_a_language_model_is_refused(config_class, make_checkpoint):
+    assert "attends to later tokens" in refusal(make_checkpoint(config_class))
+
+
+@pytest.mark.parametrize("config_class", ["BartConfig", "MBartConfig", "PegasusConfig", "MarianConfig"])
+def test_a_decoder_that_takes_no_positions_is_refused(config_class, make_checkpoint):
+    path = make_checkpoint(config_class, d_model=32, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=64)
+    assert "takes no position_ids that count from 0" in refusal(path)
+
+
+def test_a_decoder_whose_positions_count_from_another_number_is_refused(make_checkpoint):
+    assert "takes no position_ids that count from 0" in refusal(make_checkpoint("RobertaConfig", is_decoder=True))
+    refused = refusal(make_checkpoint("XLMRobertaConfig", is_decoder=True))
+    assert "takes no position_ids that count from 0" in refused
+
+
+def test_a_model_that_knows_no_attention_of_others_is_refused_with_the_reason(tmp_path):
+    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert "attention interface" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("config_class", ["StableLmConfig", "NemotronConfig"])
+def test_layers_that_do_not_hand_on_the_steps_arguments_are_refused(config_class, make_checkpoint):
+    assert "gets none of the arguments" in refusal(make_checkpoint(config_class, head_dim=8))
+
+
+def test_a_window_that_is_only_in_the_mask_is_refused_where_it_matters(make_checkpoint, open_runner):
+    moe = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    assert "sliding_window of 5" in refusal(make_checkpoint("PhimoeConfig", sliding_window=5, **moe))
+    assert open_runner(make_checkpoint("PhimoeConfig", sliding_window=128, **moe)).generate([[5, 6, 7]], 2)
+
+
 def test_the_probe_finds_what_each_layer_needs(make_checkpoint):
     path = make_checkpoint(
         "Gemma2Config", sliding_window=5, query_pre_attn_scalar=4, attn_logit_softcapping=2.0, num_hidden_layers=2
