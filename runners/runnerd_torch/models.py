@@ -269,7 +269,7 @@ class _Recorder:
             sliding_window=options.get("sliding_window"),
             softcap=options.get("softcap"),
         )
-        return torch.zeros_like(query, memory_format=torch.contiguous_format)
+        return query.new_zeros(query.shape)
 
 
 def _probe(model: PreTrainedModel) -> tuple[tuple[LayerSpec, ...], int]:
@@ -306,7 +306,8 @@ def _probe_logits(model: PreTrainedModel, recorder: _Recorder, positions: Mappin
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     with torch.inference_mode():
         output = model(input_ids=tokens, use_cache=False, logits_to_keep=tokens[0, :1] + 1, paged=recorder, **positions)
-    logits: torch.Tensor = output.logits
+    # Looked at on the host, where all is known to be there that a comparison takes.
+    logits: torch.Tensor = output.logits.cpu()
     return logits
 
 
