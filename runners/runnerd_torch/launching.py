@@ -162,9 +162,8 @@ class StepLauncher:
         )
 
     def _settle(self) -> None:
-        while self._unresolved and self._unresolved[0].done():
-            self._unresolved.popleft()
-        while len(self._unresolved) >= self._config.max_in_flight:
+        most = self._config.max_in_flight - 1
+        while self._unresolved and (len(self._unresolved) > most or self._unresolved[0].done()):
             self._unresolved.popleft().settle()
 
     def _check_admit(self, admit: Admit) -> None:
