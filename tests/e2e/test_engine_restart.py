@@ -22,7 +22,8 @@ from runnerd_client import (
     UnavailableError,
 )
 
-SECONDS = 60
+SECONDS = 100
+LOADING_SECONDS = 250
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -57,8 +58,8 @@ class Streams:
         self._changed = asyncio.Event()
         self.tasks = [asyncio.create_task(self._read(client, *request)) for request in requests]
 
-    async def whole(self) -> list[object]:
-        async with asyncio.timeout(SECONDS):
+    async def whole(self, seconds: float = SECONDS) -> list[object]:
+        async with asyncio.timeout(seconds):
             return await asyncio.gather(*self.tasks)
 
     async def until_started(self, least: int) -> None:
@@ -221,6 +222,7 @@ async def test_a_poisonous_request_ends_with_an_error_of_its_own_and_the_others_
     async with serve(*options(step_seconds=0.01, crash_row_token="POISON")) as (_, client):
         expected = await Streams(client, requests).whole()
         streams = Streams(client, requests)
+        await streams.until_started(len(requests))
         await streams.until_tokens(50)
         with pytest.raises(InternalError, match="the engine died of this request") as caught:
             await client.generate("a POISON", max_tokens=5)
@@ -280,7 +282,8 @@ async def test_aborts_and_deadlines_hold_during_an_outage(serve) -> None:
 
 async def test_the_daemon_ends_when_the_engine_cannot_be_brought_back(serve) -> None:
     arguments = ("--max-engine-restarts", "2", "--engine-restart-backoff", "0.1")
-    async with serve(*arguments, *options(crash_at_step=0)) as (server, client):
+    # The first step takes long enough for all to be accepted.
+    async with serve(*arguments, *options(crash_at_step=0, step_seconds=2)) as (server, client):
         streams = Streams(client, [(f"{number}", long(number)) for number in range(3)])
         for task in streams.tasks:
             with pytest.raises(UnavailableError, match="the engine failed, 3 times in a row") as caught:
@@ -314,18 +317,25 @@ async def test_sigterm_during_an_outage_that_does_not_end_is_bounded(serve) -> N
         assert await asyncio.to_thread(server.wait) == 0
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 async def test_the_real_model_goes_on_token_for_token(serve, demo_gguf) -> None:
     requests = [
-        ("The capital of France is", long(1, max_tokens=24, temperature=0.0)),
-        ("def fibonacci(n):\n    ", long(2, max_tokens=24, n=2, logprobs=2)),
-        ("Once upon a time", long(3, max_tokens=24, repetition_penalty=1.2, prompt_logprobs=1)),
-        ("1, 2, 3, 4, 5, 6, 7, 8, 9, 10, " * 8, long(4, max_tokens=24, top_p=0.9, stop=["never said"])),
+        ("The capital of France is", long(1, max_tokens=24, timeout=LOADING_SECONDS, temperature=0.0)),
+        ("def fibonacci(n):\n    ", long(2, max_tokens=24, timeout=LOADING_SECONDS, n=2, logprobs=2)),
+        (
+            "Once upon a time",
+            long(3, max_tokens=24, timeout=LOADING_SECONDS, repetition_penalty=1.2, prompt_logprobs=1),
+        ),
+        (
+            "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, " * 8,
+            long(4, max_tokens=24, timeout=LOADING_SECONDS, top_p=0.9, stop=["never said"]),
+        ),
     ]
     arguments = ("--runner", "cpu", "--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "64")
     async with serve(str(demo_gguf), *arguments) as (_, client):
-        expected = await Streams(client, requests).whole()
+        expected = await Streams(client, requests).whole(LOADING_SECONDS)
         streams = Streams(client, requests)
+        await streams.until_started(len(requests))
         await streams.until_tokens(40)
         await kill(client)
-        assert await streams.whole() == expected
+        assert await streams.whole(LOADING_SECONDS) == expected
