@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from runnerd_spi import ModelLoadError
 
@@ -35,6 +36,27 @@ def refuse_architecture(name: str, config: PretrainedConfig) -> None:
         raise ModelLoadError(
             f"{name}: {config.model_type} has layers of type {', '.join(sorted(others))}; "
             f"only {' and '.join(sorted(_PAGED_LAYER_TYPES))} can be served"
+        )
+
+
+def quantization(config: PretrainedConfig) -> str | None:
+    """Give the name of the method by which the checkpoint is quantized."""
+    settings = config.to_dict().get("quantization_config")
+    return None if settings is None else str(settings.get("quant_method"))
+
+
+def refuse_quantization(name: str, config: PretrainedConfig) -> None:
+    """Refuse a method that transformers would leave out with a warning, as if the weights were plain.
+
+    Raises:
+        ModelLoadError: With the method.
+    """
+    method = quantization(config)
+    # bitsandbytes has an entry for each of its two widths.
+    if method not in (None, "bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING):
+        raise ModelLoadError(
+            f"{name}: the checkpoint is quantized by {method}, which transformers does not know; "
+            "take the unquantized model or a GGUF file"
         )
 
 

@@ -26,7 +26,14 @@ from runnerd_torch.devices.base import Device
 from runnerd_torch.fused import FusedModel, can_fuse
 from runnerd_torch.gguf_reading import quick_gguf_reading
 from runnerd_torch.layer_ops import LayerOps
-from runnerd_torch.limits import eos_token_ids, intermediate_size, model_length, refuse_architecture
+from runnerd_torch.limits import (
+    eos_token_ids,
+    intermediate_size,
+    model_length,
+    quantization,
+    refuse_architecture,
+    refuse_quantization,
+)
 from runnerd_torch.linear import LinearFactory
 from runnerd_torch.memory import ModelShape
 from runnerd_torch.models import ATTENTION_NAME, PagedModel, TransformersModel, register_attention
@@ -73,9 +80,10 @@ def load_model(
     with _reading(path, progress):
         settings = _call(path, "config", lambda: _read_config(path, config))
         refuse_architecture(path.name, settings)
+        refuse_quantization(path.name, settings)
         max_model_len = model_length(path.name, settings, config.max_model_len)
         dtype = _choose_dtype(config.dtype, None if path.is_file() else settings.dtype, device)
-        network = _call(path, "weights", lambda: _read_weights(path, config, settings, dtype))
+        network = _call(path, "weights", lambda: _read_weights(path, config, settings, dtype), quantization(settings))
     _check_room(path, network, device)
     network = network.to(device.torch_device).eval().requires_grad_(False)
     parameters = list(network.parameters())
@@ -216,8 +224,8 @@ def _choose_dtype(asked: str, checkpoint: torch.dtype | None, device: Device) ->
     return _DTYPES[asked]
 
 
-def _call(path: Path, what: str, read: Callable[[], Any]) -> Any:
-    """Turn whatever the libraries raise over a bad checkpoint into one line."""
+def _call(path: Path, what: str, read: Callable[[], Any], method: str | None = None) -> Any:
+    """Turn whatever the libraries raise over a bad checkpoint into one line; ``method`` quantized it."""
     try:
         return read()
     except ModelLoadError:
@@ -230,6 +238,11 @@ def _call(path: Path, what: str, read: Callable[[], Any]) -> Any:
                 "such a model cannot use a paged KV cache"
             ) from error
         first_line = (str(error).strip() or "no reason given").splitlines()[0]
+        if method is not None:
+            raise ModelLoadError(
+                f"{path}: the checkpoint is quantized by {method}, which cannot be read here: {first_line}; "
+                "take the unquantized model or a GGUF file"
+            ) from error
         raise ModelLoadError(
             f"{path}: cannot read the {what}: {type(error).__name__}: {first_line}; "
             "check that the files are complete and of an architecture that transformers "
