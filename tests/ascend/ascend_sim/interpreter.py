@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-import ascend_sim.ops  # noqa: F401 - registers the kernels
+import ascend_sim.contract  # noqa: F401 - registers the kernels and their checks
 from ascend_sim.registry import KERNELS, ContractError, Kernel
 
 _NULL, _TENSOR, _INTEGER, _DOUBLE, _SCALAR, _INTEGERS, _FLOATS, _TENSORS, _STRING = range(9)

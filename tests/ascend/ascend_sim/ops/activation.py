@@ -9,6 +9,8 @@ from ascend_sim.registry import aclnn
 
 Tensor = torch.Tensor
 
+_MAX_TOP_K = 1024
+
 
 @aclnn("Softmax", "tensor self, int64 dim, tensor out")
 def softmax(self: Tensor, dim: int, out: Tensor) -> None:
@@ -84,6 +86,9 @@ def apply_top_k_top_p(logits: Tensor, p: Tensor | None, k: Tensor | None, out: T
     """Set all logits of a row to -inf but the k largest, and of those all but the most likely that reach p."""
     ordered, places = logits.sort(dim=-1, stable=True)
     if k is not None:
+        # A chip does not look; out of its range the result is undefined.
+        if len(k) and not (int(k.min()) >= 1 and int(k.max()) <= min(_MAX_TOP_K, logits.shape[1])):
+            raise ValueError(f"k is {k.tolist()}, expected 1 to {min(_MAX_TOP_K, logits.shape[1])}")
         threshold = ordered.gather(-1, (ordered.shape[-1] - k.long()).unsqueeze(-1))
         ordered = ordered.masked_fill(ordered < threshold, float("-inf"))
     if p is not None:

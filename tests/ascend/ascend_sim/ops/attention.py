@@ -40,11 +40,12 @@ _BEGIN = (
     "tensor value_shared_prefix, ints actual_shared_prefix_len, "
 )
 _ROPE = "tensor query_rope, tensor key_rope, tensor key_rope_antiquant_scale, "
-_END = (
+_MIDDLE = (
     "int64 num_heads, double scale, int64 pre_tokens, int64 next_tokens, string input_layout, "
     "int64 num_key_value_heads, int64 sparse_mode, int64 inner_precise, int64 block_size, int64 antiquant_mode, "
-    "bool softmax_lse_flag, int64 key_antiquant_mode, int64 value_antiquant_mode, tensor output, tensor softmax_lse"
+    "bool softmax_lse_flag, int64 key_antiquant_mode, int64 value_antiquant_mode, "
 )
+_OUTPUTS = "tensor output, tensor softmax_lse"
 
 
 def named(kernel: str, values: tuple[Any, ...]) -> dict[str, Any]:
@@ -52,16 +53,27 @@ def named(kernel: str, values: tuple[Any, ...]) -> dict[str, Any]:
     return dict(zip((name for _, name in KERNELS[kernel].parameters), values, strict=True))
 
 
-@aclnn("FusedInferAttentionScoreV2", _BEGIN + _END)
-def fused_infer_attention_v2(*values: Any) -> None:
-    """Attention of new tokens over their sequences."""
-    _attend(named("FusedInferAttentionScoreV2", values))
+# Each version adds to the one before; which of them torch_npu calls depends on the CANN that it finds.
+VERSIONS = {
+    "FusedInferAttentionScoreV2": _BEGIN + _MIDDLE + _OUTPUTS,
+    "FusedInferAttentionScoreV3": _BEGIN + _ROPE + _MIDDLE + _OUTPUTS,
+    "FusedInferAttentionScoreV4": _BEGIN
+    + _ROPE
+    + "tensor dequant_scale_query, tensor learnable_sink, "
+    + _MIDDLE
+    + "int64 query_quant_mode, "
+    + _OUTPUTS,
+}
 
 
-@aclnn("FusedInferAttentionScoreV3", _BEGIN + _ROPE + _END)
-def fused_infer_attention_v3(*values: Any) -> None:
-    """The same; newer CANN takes rotated parts of queries and keys apart."""
-    _attend(named("FusedInferAttentionScoreV3", values))
+def _register(version: str, signature: str) -> None:
+    @aclnn(version, signature)
+    def fused_infer_attention(*values: Any) -> None:
+        _attend(named(version, values))
+
+
+for _version, _signature in VERSIONS.items():
+    _register(_version, _signature)
 
 
 def _attend(call: dict[str, Any]) -> None:
