@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# A project of its own; test_plugin_wheel.py builds it and runs its tests where it is installed.
+collect_ignore = ["plugin"]
+
 
 @pytest.fixture(scope="session")
 def demo_gguf() -> Path:

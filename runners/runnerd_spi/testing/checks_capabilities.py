@@ -14,8 +14,8 @@ from runnerd_spi.testing.kit import LOGPROB_TOLERANCE, Kit
 from runnerd_spi.testing.subject import Broken, no_progress
 from runnerd_spi.testing.traces import Trace, TraceRequest
 
-_NUM_PROMPTS = 6
-_NUM_OUTPUTS = 16
+_NUM_PROMPTS = 4
+_NUM_OUTPUTS = 12
 _HUGE = 100.0
 
 Tokens = list[list[int | None]]

@@ -33,7 +33,7 @@ def conformance_tests(
         options: The runner's own options.
         model: Path of a model, for a runner that needs one.
         dtype: Data type, or auto.
-        num_traces: Random traces for rule S2.
+        num_traces: Random traces for rule T1.
         limit: Seconds that one rule may take before the runner is taken to hang.
     """
     import pytest  # only whoever writes tests needs it

@@ -22,7 +22,7 @@ class Rule:
 
 
 _LIFE = ("L1", "L5")
-_STEPS = (*_LIFE, "E2", "E3", "E5", "E6")
+_STEPS = (*_LIFE, "E2", "E3", "E5")
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
         "L1",
         "Calls come in one order; a call in a wrong state raises LifecycleError and changes nothing",
         "Begin each call with Lifecycle.expect, before anything is touched.",
-        ("P1",),
+        ("P1", "L5"),
     ),
     Rule(
         "L2",
@@ -58,13 +58,13 @@ RULES: tuple[Rule, ...] = (
         "L5",
         "warm_up leaves no trace: the first plan is step 0, each slot is free at epoch 0, no token is left behind",
         "Warm up on tables of its own, or clear them afterwards.",
-        ("L1",),
+        ("P1",),
     ),
     Rule(
         "E1",
         "execute_model does not wait for its own step when more than one may be in flight",
         "Enqueue the forward, the sampling and the copy, and return: no .item(), no synchronize, no blocking copy.",
-        (*_STEPS, "E4"),
+        (*_STEPS, "E4", "S1"),
     ),
     Rule(
         "E2",
@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
         "E6",
         "What the configuration allows is served: one token, no rows, all slots, the token budget, max_model_len",
         "Size every table for max_num_seqs, max_num_batched_tokens and the max_model_len that load returned.",
-        (*_LIFE, "E2", "E5"),
+        (*_STEPS, "S1"),
     ),
     Rule(
         "S1",
@@ -104,15 +104,15 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "S2",
-        "A token is a function of the request alone: batch, depth, chunks, preemption and restart change nothing",
+        "A token is a function of the request alone: batch, slot, depth, chunks and restart change nothing",
         "Derive randomness from (seed, output index), and read inputs from the request's own table and blocks.",
-        (*_STEPS, "S1", "S3", "S4", "S5", "S6", "S7", "C1"),
+        (*_STEPS, "S1"),
     ),
     Rule(
         "S3",
         "Penalties, bans and min_tokens at output i see outputs 0 to i-1, whatever is unresolved",
         "Read the history where the tokens are written (on the device), not from a host copy that lags behind.",
-        (*_STEPS, "S1", "C1"),
+        (*_STEPS, "S1", "S2", "C1"),
     ),
     Rule(
         "S4",
@@ -124,25 +124,25 @@ RULES: tuple[Rule, ...] = (
         "S5",
         "A consumed plan is let go of, a slot and its blocks are reused clean, and results belong to the caller",
         "Copy what you need out of a plan; reset a slot's state when it is admitted; hand out fresh outputs.",
-        (*_STEPS, "S1"),
+        (*_STEPS, "S1", "S2", "S3"),
     ),
     Rule(
         "S6",
         "A row error fails that row only; a fatal step error is raised by every later step, at once, with one cause",
         "Put a row's error into RowOutput.failure; remember the first fatal error and raise from it ever after.",
-        (*_STEPS, "S1"),
+        (*_STEPS, "S1", "S2"),
     ),
     Rule(
         "S7",
         "Launched work is never cancelled: a release lets it run on, and its late token reaches no new request",
         "Apply releases in stream order, and key whatever is written late by (slot, epoch).",
-        (*_STEPS, "S1", "S5"),
+        (*_STEPS, "S1", "S2", "S5"),
     ),
     Rule(
         "S8",
         "At idle nothing is left: no admitted request, no sampling parameters, no outputs are kept",
         "Drop a slot's state with its release and a handle with its step.",
-        (*_STEPS, "S1"),
+        (*_STEPS, "S1", "S5"),
     ),
     Rule(
         "S9",
@@ -154,20 +154,38 @@ RULES: tuple[Rule, ...] = (
         "C1",
         "What the capabilities declare as served has the effect its name says",
         "Serve the parameter, or declare it `no`.",
-        (*_STEPS, "S1"),
+        (*_STEPS, "S1", "S2"),
     ),
     Rule(
         "C2",
         "What the capabilities deny has no effect, and a configuration outside of them is refused",
         "Declare what you serve; check max_in_flight, block_size and dtype in `create` or `load`.",
-        _STEPS,
+        (*_STEPS, "S2"),
     ),
     Rule(
         "C3",
         "Log-probabilities are those of the raw logits: complete, ordered, of the right tokens",
         "Take them before penalties, bias and temperature; one record per token or prompt position.",
-        (*_STEPS, "S1", "S4"),
+        (*_STEPS, "S1", "S2", "S4"),
+    ),
+    Rule(
+        "T1",
+        "In random traces each request gets what it gets alone: arrivals, cancels, preemption, prefixes, depths",
+        "Every simpler rule holds, so look at what the smallest trace combines.",
+        (*_STEPS, "S1", "S2", "S3", "S4", "S5", "S6", "S7", "C1"),
     ),
 )
 
 BY_ID = {rule.id: rule for rule in RULES}
+
+
+def all_needs(rule: Rule) -> frozenset[str]:
+    """Give the rules that a rule needs, and those that these need."""
+    found: set[str] = set()
+    waiting = list(rule.needs)
+    while waiting:
+        one = waiting.pop()
+        if one not in found:
+            found.add(one)
+            waiting += BY_ID[one].needs
+    return frozenset(found)

@@ -15,7 +15,7 @@ from runnerd_spi.testing import (
     checks_tokens,
 )
 from runnerd_spi.testing.kit import Kit
-from runnerd_spi.testing.rules import Rule
+from runnerd_spi.testing.rules import Rule, all_needs
 from runnerd_spi.testing.subject import Broken, NotChecked
 
 Status = Literal["holds", "broken", "not checked"]
@@ -45,6 +45,7 @@ CHECKS: Mapping[str, Callable[[Kit], None]] = {
     "C1": checks_capabilities.what_is_declared_has_an_effect,
     "C2": checks_capabilities.what_is_denied_has_none,
     "C3": checks_capabilities.logprobs_are_right,
+    "T1": checks_tokens.random_traces_are_equal,
 }
 
 
@@ -81,7 +82,7 @@ def run_rule(kit: Kit, rule: Rule, broken: Collection[str] = ()) -> Result:
         rule: What to check.
         broken: Rules known to be broken; a rule that needs one of them is not judged.
     """
-    blocked = [needed for needed in rule.needs if needed in broken]
+    blocked = sorted(all_needs(rule) & set(broken))
     if blocked:
         return Result(rule.id, "not checked", f"judged when {', '.join(blocked)} hold{'s' * (len(blocked) == 1)}")
     begin = time.monotonic()

@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:
         type=int,
         default=default.num_traces,
         metavar="N",
-        help=f"random traces of rule S2 (default: {default.num_traces})",
+        help=f"random traces of rule T1 (default: {default.num_traces})",
     )
     parser.add_argument(
         "--timeout",
