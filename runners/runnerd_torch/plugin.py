@@ -13,6 +13,7 @@ from runnerd_spi import (
     RunnerUnavailable,
     check_config,
 )
+from runnerd_torch.ascend.environment import hide_unusable_torch_npu
 
 MAX_LOGPROBS = 20
 
@@ -44,6 +45,7 @@ def _check_cpu() -> None:
 def _create_cpu(config: RunnerConfig) -> ModelRunner:
     _check_cpu()
     check_config("cpu", config, _CPU_CAPABILITIES)
+    hide_unusable_torch_npu()
     # torch takes seconds to import: only whoever creates a runner pays for it.
     from runnerd_torch.cpu import create_cpu_runner
 

@@ -151,3 +151,16 @@ def test_runners_imports_neither_torch_nor_torch_npu():
     )
     finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert finished.stdout.split() == ["True", "[]"]
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_torch_npu_is_hidden_from_other_runners_where_it_cannot_be_imported(found, cann):
+    program = (
+        "import sys; from runnerd_torch.ascend.environment import hide_unusable_torch_npu; hide_unusable_torch_npu(); "
+        "from importlib.util import find_spec; print(find_spec('torch_npu') is not None)"
+    )
+    environment = os.environ | (cann if found else {"LD_LIBRARY_PATH": ""})
+    finished = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert finished.stdout.strip() == str(found)

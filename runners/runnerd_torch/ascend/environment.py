@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -51,6 +52,17 @@ def check_graphs(environment: Mapping[str, str] = os.environ) -> None:
         raise unavailable(
             "torch_npu captures no graph while TASK_QUEUE_ENABLE is 2; set it to 1, or pass --enforce-eager"
         )
+
+
+def hide_unusable_torch_npu(environment: Mapping[str, str] = os.environ, root: Path = _ROOT) -> None:
+    """Make torch_npu unknown to this process where CANN is missing, before transformers is imported.
+
+    transformers imports torch_npu wherever it is installed, whichever device is meant, and cannot be used where that
+    fails.
+    """
+    if not all(_is_findable(library, environment, root) for library in _CANN_LIBRARIES):
+        # None is Python's own sign for a module that must not be imported.
+        sys.modules.setdefault("torch_npu", None)  # type: ignore[arg-type]
 
 
 def unavailable(reason: str) -> RunnerUnavailable:

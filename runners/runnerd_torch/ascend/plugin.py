@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from runnerd_spi import ModelRunner, RunnerCapabilities, RunnerConfig, RunnerOption, RunnerPlugin
+from runnerd_spi import ModelRunner, RunnerCapabilities, RunnerConfig, RunnerOption, RunnerPlugin, check_config
 from runnerd_torch.ascend.environment import check_environment
 from runnerd_torch.plugin import MAX_LOGPROBS
 
@@ -26,6 +26,7 @@ _CAPABILITIES = RunnerCapabilities(
 
 def _create(config: RunnerConfig) -> ModelRunner:
     check_environment()
+    check_config("ascend", config, _CAPABILITIES)
     # torch takes seconds to import: only whoever creates a runner pays for it.
     from runnerd_torch.ascend.create import create_ascend_runner
 
