@@ -15,6 +15,7 @@ from typing import Any
 
 from runnerd_service.cli import exit_codes
 from runnerd_service.cli.progress import ProgressReporter
+from runnerd_service.cli.runner_help import RunnerHelp
 from runnerd_service.cli.settings import (
     RUNNER_OPTION,
     SETTINGS,
@@ -59,7 +60,9 @@ def add_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
+        add_help=False,
     )
+    parser.add_argument("-h", "--help", action=RunnerHelp)
     for setting in SETTINGS:
         _add_setting(parser, setting)
     parser.add_argument(
