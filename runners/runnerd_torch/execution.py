@@ -63,7 +63,8 @@ class StepExecutor:
         if batch.packed is None:
             return StepArrays(*self.device.to_device(inputs.arrays)), batch
         *tensors, buffer = self.device.to_device((*inputs.arrays, batch.packed))
-        return StepArrays(*tensors), batch.on(buffer)
+        # On the CPU it is the batch's own memory, and a new batch would be made for nothing.
+        return StepArrays(*tensors), batch if buffer.device.type == "cpu" else batch.on(buffer)
 
     def _metadata(self, inputs: StepInputs, tensors: StepArrays[torch.Tensor]) -> AttentionMetadata:
         return AttentionMetadata(
