@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -100,12 +101,24 @@ def test_replayed_decode_steps_wait_for_nothing_but_the_steps_before(model: Path
         assert are_settling_only(waits_of(runner, decodes), len(decodes))
 
 
+def with_prompt(plan: StepPlan, slot: int, params: SamplingParams) -> StepPlan:
+    """Give the plan with a request that begins."""
+    return replace(
+        plan,
+        admits=(Admit(slot, 1, (7, 8, 9, 10), 4, params),),
+        grants=(BlockGrant(slot, 1, (slot,)),),
+        rows=(*plan.rows, Row(slot, 1, 4, 0, True)),
+    )
+
+
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("attention", ["fused", "torch"])
-def test_decode_steps_are_launched_on_a_device_that_stands_still(model: Path, attention: str, name: str) -> None:
-    with decoding(model, SAMPLINGS[name], 4, attention=attention) as (runner, decodes), closed_gate() as opened:
+def test_steps_are_launched_on_a_device_that_stands_still(model: Path, attention: str, name: str) -> None:
+    samplings = SAMPLINGS[name]
+    with decoding(model, samplings, 4, attention=attention) as (runner, decodes), closed_gate() as opened:
+        steps = [*decodes[:2], with_prompt(decodes[2], len(samplings), samplings[0])]
         before = count_waits()
-        handles = [runner.execute_model(plan) for plan in decodes[:3]]
+        handles = [runner.execute_model(plan) for plan in steps]
         assert count_waits() == before
         assert not any(handle.done() for handle in handles)
         opened.set()
