@@ -1,15 +1,17 @@
 """What the engine tells a runner to do in one step, and what the runner answers.
 
-All objects are frozen. A plan is a difference: requests arrive once (:class:`Admit`), get KV blocks as they grow
-(:class:`BlockGrant`), leave once (:class:`Release`), and in between a :class:`Row` names only how many of their
-tokens to compute. No row carries a token id: the runner owns the token table, writes the tokens it samples into it, and
-reads the inputs of later steps from it. This module knows nothing of the scheduler, of devices or of text.
+All objects are frozen; those that come once per row are named tuples, which cost a third to make. A plan is a
+difference: requests arrive once (:class:`Admit`), get KV blocks as they grow (:class:`BlockGrant`), leave once
+(:class:`Release`), and in between a :class:`Row` names only how many of their tokens to compute. No row carries a token
+id: the runner owns the token table, writes the tokens it samples into it, and reads the inputs of later steps from it.
+This module knows nothing of the scheduler, of devices or of text.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +88,7 @@ class Release:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """Compute ``num_new_tokens`` tokens of one request, at positions from ``first_position``.
 
     The tokens before ``first_position`` are computed already (by earlier rows, or by whoever filled the shared blocks).
@@ -127,8 +128,7 @@ class TokenLogprobs:
     """The asked number of most likely (token id, log-probability) pairs, most likely first."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutput:
+class RowOutput(NamedTuple):
     """The result of one row. Exactly the rows with ``sample`` have a ``token_id``, unless the row failed."""
 
     token_id: int | None = None

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 
@@ -114,7 +113,7 @@ def change_row(slot: int, step_id: int, **change: object) -> Spoil:
         if plan.step_id != step_id:
             return output
         rows = [
-            replace(result, **change) if row.slot == slot else result  # type: ignore[arg-type]
+            result._replace(**change) if row.slot == slot else result  # type: ignore[arg-type]
             for row, result in zip(plan.rows, output.rows, strict=True)
         ]
         return StepOutput(output.step_id, tuple(rows))

@@ -81,8 +81,11 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...]
 
 
-class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
-    """What a step gave one request. ``token_ids`` may be empty: a finish without a token, a part of the prompt."""
+class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True, gc=False):
+    """What a step gave one request. ``token_ids`` may be empty: a finish without a token, a part of the prompt.
+
+    It holds no cycle, so the garbage collector, which would look at each one of each step, is kept away.
+    """
 
     uid: int
     token_ids: tuple[int, ...] = ()

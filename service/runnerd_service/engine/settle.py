@@ -28,6 +28,7 @@ class Settler:
         self.num_generated_tokens = 0
         self._scheduler = scheduler
         self._vocab_size = vocab_size
+        self._block_size = scheduler.blocks.block_size
 
     def settle(self, step: ScheduledStep, output: StepOutput) -> list[RequestOutput]:
         """Take over what a step gave; late rows, whose request has ended since, show nothing."""
@@ -58,16 +59,19 @@ class Settler:
         return outputs
 
     def _settle_row(self, request: RequestState, row: Row, result: RowOutput) -> RequestOutput | None:
-        if result.failure is not None:
-            return self._failed(request, result.failure)
-        token_id = result.token_id
+        token_id, logprobs, _, failure = result
+        if failure is not None:
+            return self._failed(request, failure)
         error = self._token_violation(request, row, result)
         wants_prompt_logprobs = request.sampling_params.num_prompt_logprobs is not None
         if wants_prompt_logprobs and not error:
             error = _prompt_logprobs_violation(request, row, result)
         if error:
             return self._failed(request, f"contract violation: {error}")
-        self._scheduler.publish(request, row.first_position + row.num_new_tokens)
+        end = row.first_position + row.num_new_tokens
+        # A row of one token fills a block only when it ends there; asking each time would cost as much as the rest.
+        if row.num_new_tokens > 1 or end % self._block_size == 0:
+            self._scheduler.publish(request, end)
         prompt_logprobs: tuple[Logprobs, ...] = ()
         if wants_prompt_logprobs:
             _collect_prompt_logprobs(request, row, result)
@@ -83,7 +87,7 @@ class Settler:
         return RequestOutput(
             request.uid,
             (token_id,),
-            () if result.logprobs is None else (_logprobs(result.logprobs),),
+            () if logprobs is None else (_logprobs(logprobs),),
             prompt_logprobs,
             finish,
             token_id if finish in ("eos", "stop_token") else None,
@@ -92,14 +96,14 @@ class Settler:
 
     def _token_violation(self, request: RequestState, row: Row, result: RowOutput) -> str:
         """Say how a row's token breaks the contract; empty when it does not."""
-        token_id = result.token_id
+        token_id, logprobs, _, _ = result
         if not row.sample:
             return "" if token_id is None else f"token {token_id} for a row that samples none"
         if token_id is None:
             return "no token for a row that samples one"
         if not 0 <= token_id < self._vocab_size:
             return f"token {token_id}, expected 0 to {self._vocab_size - 1}"
-        if result.logprobs is None and request.sampling_params.num_logprobs is not None:
+        if logprobs is None and request.sampling_params.num_logprobs is not None:
             return f"no logprobs for token {token_id}, which the request asks for"
         return ""
 
