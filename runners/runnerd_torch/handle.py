@@ -155,5 +155,5 @@ def assemble_output(step_id: int, inputs: StepInputs, batch: SamplingBatch, resu
                 failure="the logits of a prompt token hold a NaN or an infinity; check the model's weights and dtype"
             )
         else:
-            rows[span.row] = replace(rows[span.row], prompt_logprobs=records)
+            rows[span.row] = rows[span.row]._replace(prompt_logprobs=records)
     return StepOutput(step_id, tuple(rows))
