@@ -51,11 +51,17 @@ def take_turns(
     with contextlib.ExitStack() as stack:
         loops = {depth: stack.enter_context(Loop(depth, config)) for depth in depths}
         for repetition in range(-1, repetitions):
-            for depth, loop in loops.items():
+            for depth, loop in in_turn(loops, repetition):
                 one = run(loop)
                 if repetition >= 0:
                     runs[depth].append(one)
     return runs
+
+
+def in_turn(loops: dict[int, Loop], repetition: int) -> list[tuple[int, Loop]]:
+    """Give the loops, backwards every second time: a machine that slows down must not favour those that come first."""
+    order = list(loops.items())
+    return order if repetition % 2 == 0 else order[::-1]
 
 
 def median(values: Sequence[float]) -> float:
@@ -134,8 +140,9 @@ def measure_tpot(depths: Sequence[int], most_steps: int, repetitions: int, secon
         device = 10e-3
         for _ in range(2):  # H depends a little on D: the longer the wait, the colder the caches
             with Loop(1, sim(TPOT_BATCH, device)) as loop:
-                walls = [one.wall for one in loop.run(TPOT_BATCH, min(most_steps, 60)).iterations]
-            device = (statistics.median(walls) / 1e9 - device) * (1 - share) / share
+                tried = [loop.run(TPOT_BATCH, min(most_steps, 60)) for _ in range(3)]
+            host_ms = statistics.median(one.tpot_ms - one.device_ms for one in tried)
+            device = host_ms / 1e3 * (1 - share) / share
         # A busy machine has a high H, thus a long D and fewer steps.
         fitting = seconds / (device / (1 - share) * len(depths) * (repetitions + 1))
         steps = max(10, min(most_steps, int(fitting)))
@@ -165,7 +172,9 @@ def measure_cpu(arguments: argparse.Namespace, repetitions: int, run_seconds: fl
             for repetition in range(-1, repetitions):
                 if time.perf_counter() > end:
                     break
-                latest = {depth: loop.run(batch, steps, warm_up_steps=3) for depth, loop in loops.items()}
+                latest = {
+                    depth: loop.run(batch, steps, warm_up_steps=3) for depth, loop in in_turn(loops, repetition)
+                }
                 if repetition < 0:
                     steps = max(4, min(400, round(run_seconds * 1e3 / latest[1].tpot_ms)))
                     continue
@@ -246,7 +255,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16, 48, 256], help="of the host's cost")
     parser.add_argument("--cpu-batches", type=int, nargs="+", help="(default: 1 16 48, quick: 1 16)")
     parser.add_argument("--steps", type=int, help="steps per run on the simulated device (default: 200, quick: 60)")
-    parser.add_argument("--repetitions", type=int, help="(default: 10, quick: 3; host and CPU: at most 3)")
+    parser.add_argument("--repetitions", type=int, help="(default: 10, quick: 3; host: at most 3)")
     parser.add_argument("--model", help="model of the CPU part (default: the embedded SmolLM2-135M-Instruct)")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     arguments = parser.parse_args()
@@ -263,7 +272,7 @@ def main() -> None:
     print("tpot: done", file=sys.stderr, flush=True)
     result["host"] = measure_host(arguments.batches, steps, min(3, repetitions))
     if not arguments.skip_cpu:
-        result["cpu"] = measure_cpu(arguments, min(3, repetitions), *((0.5, 15) if arguments.quick else (5.0, 120)))
+        result["cpu"] = measure_cpu(arguments, repetitions, *((0.5, 15) if arguments.quick else (3.0, 240)))
     result["seconds"] = round(time.perf_counter() - begin, 1)
     result["load_average_after"] = os.getloadavg()
     print(json.dumps(result, indent=1))
