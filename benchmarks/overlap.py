@@ -172,9 +172,7 @@ def measure_cpu(arguments: argparse.Namespace, repetitions: int, run_seconds: fl
             for repetition in range(-1, repetitions):
                 if time.perf_counter() > end:
                     break
-                latest = {
-                    depth: loop.run(batch, steps, warm_up_steps=3) for depth, loop in in_turn(loops, repetition)
-                }
+                latest = {depth: loop.run(batch, steps, warm_up_steps=3) for depth, loop in in_turn(loops, repetition)}
                 if repetition < 0:
                     steps = max(4, min(400, round(run_seconds * 1e3 / latest[1].tpot_ms)))
                     continue
