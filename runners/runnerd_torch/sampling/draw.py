@@ -105,8 +105,9 @@ def _behind_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Mark the tokens before which the sum reaches ``top_p`` of the whole; the first token never is."""
     sums = weights.cumsum(1)
     total = sums[:, -1:]
-    # A product in float64 may fall below a total of more than 53 bits, and a top-p of 1 must keep all.
-    limit = torch.where(top_p < 1, (top_p * total.to(torch.float64)).ceil().to(torch.int64), total)
+    # A product in float64 may fall below a total of more than 53 bits, and a top-p of 1 must keep all. No conversion
+    # is spelled out here: torch_npu would convert to float32 where it is asked for float64.
+    limit = torch.where(top_p < 1, (top_p * total).ceil().to(torch.int64), total)
     return sums - weights >= limit
 
 
@@ -115,7 +116,8 @@ def _choose(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     sums = weights.cumsum(1)
     total = sums[:, -1:]
     # Below the total, however it rounds: the largest uniform number is 1 - 2**-53, one step of a float64 below 1.
-    target = (uniforms * total.to(torch.float64)).to(torch.int64)
+    # The product is one of float64, as above.
+    target = (uniforms * total).to(torch.int64)
     # The first place whose sum is above the target has a weight above 0. A row without any weight gives a place
     # behind the end; it is reported as failed elsewhere and needs only a valid id here.
     return torch.searchsorted(sums, target, right=True).clamp_(max=weights.shape[1] - 1)

@@ -1,0 +1,45 @@
+"""The sampler draws on the NPU exactly what it draws on the CPU: the same ids from the same uniform numbers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch_npu  # noqa: F401 - brings the device
+
+from runnerd_spi import Admit, SamplingParams
+from runnerd_torch.sampling import SampledTensors, Sampler, SampleRow
+
+VOCAB_SIZE, NUM_ROWS, MAX_MODEL_LEN = 1000, 8, 16
+PARAMS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "temperature": SamplingParams(temperature=1.3),
+    "top_k": SamplingParams(temperature=0.8, top_k=40),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.9),
+    "top_k and top_p": SamplingParams(temperature=1.0, top_k=200, top_p=0.7),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.05),
+}
+
+
+def sample(device: str, params: SamplingParams) -> list[SampledTensors]:
+    """Choose at ten output indices from wide logits with many equals."""
+    sampler = Sampler(NUM_ROWS, MAX_MODEL_LEN, VOCAB_SIZE)
+    for slot in range(NUM_ROWS):
+        sampler.admit(Admit(slot, 0, (1, 2), 2, dataclasses.replace(params, seed=slot)))
+    table = torch.arange(NUM_ROWS * MAX_MODEL_LEN).view(NUM_ROWS, MAX_MODEL_LEN).to(device)
+    generator = torch.Generator().manual_seed(3)
+    sampled = []
+    for index in range(10):
+        batch = sampler.plan([SampleRow(slot, 0, index) for slot in range(NUM_ROWS)])
+        if batch.buffer is not None:
+            batch = batch.on(batch.buffer.to(device))
+        logits = (2 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)).bfloat16()
+        sampled.append(sampler.sample(logits.to(device), batch, table).map(lambda one: one.cpu()))
+    return sampled
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_the_same_seeds_draw_the_same_tokens(name):
+    for expected, actual in zip(sample("cpu", PARAMS[name]), sample("npu", PARAMS[name]), strict=True):
+        assert actual.choices.tolist() == expected.choices.tolist()
