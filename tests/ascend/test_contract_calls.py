@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import ascend_sim.ops  # noqa: F401 - registers the kernels
 from ascend_sim.environment import cann_environment
+from ascend_sim.registry import KERNELS
 from contract_calls import CASES
 
 PROGRAM = Path(__file__).with_name("contract_calls.py")
@@ -46,22 +49,36 @@ def test_its_neighbour_is_accepted(name, refusals):
     assert refusals[name] is None
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [
-        ("a block outside the cache", "has a block outside the cache of 6"),
-        ("a slot outside the cache", "a slot is outside the cache of 768"),
-        ("a slot below the cache", "a slot is outside the cache of 768"),
-        ("a slot twice", "two tokens have one slot"),
-        ("a top-k of 0", "k is [0, 3], expected 1 to 99"),
-        ("a top-k above the vocabulary", "k is [3, 100], expected 1 to 99"),
-        ("a top-k above 1024", "k is [3, 1025], expected 1 to 1024"),
-    ],
-)
-def test_what_no_chip_checks_fails_the_device(name, reason):
+def test_what_no_chip_checks_fails_the_device():
+    name = "a block outside the cache"
     refusals, stderr = make_calls(name)
     assert "507015" in (refusals[name] or "accepted")
-    assert reason in stderr
+    assert "has a block outside the cache of 6" in stderr
+
+
+@pytest.mark.parametrize(
+    ("slots", "reason"),
+    [
+        ([0, 768], "outside the cache of 768"),
+        ([-1, 0], "outside the cache of 768"),
+        ([5, 5], "two tokens have one slot"),
+    ],
+)
+def test_a_kernel_fails_on_slots_that_no_chip_checks(slots, reason):
+    cache, new = torch.zeros(6, 128, 2, 32), torch.zeros(2, 2, 32)
+    write = KERNELS["ScatterPaKvCache"].function
+    write(new, cache, torch.tensor([0, 767]), new, cache.clone())
+    with pytest.raises(ValueError, match=reason):
+        write(new, cache, torch.tensor(slots), new, cache.clone())
+
+
+@pytest.mark.parametrize(("vocab_size", "k"), [(99, 0), (99, 100), (2000, 1025)])
+def test_a_kernel_fails_on_a_top_k_out_of_range(vocab_size, k):
+    logits = torch.zeros(1, vocab_size)
+    limit = KERNELS["ApplyTopKTopP"].function
+    limit(logits, None, torch.tensor([min(vocab_size, 1024)]), logits.clone())
+    with pytest.raises(ValueError, match=f"expected 1 to {min(vocab_size, 1024)}"):
+        limit(logits, None, torch.tensor([k]), logits.clone())
 
 
 def test_float32_attention_passes_only_where_a_test_allows_it():
