@@ -225,6 +225,7 @@ API int aclrtSetStreamFailureMode(void*, uint64_t) { return kOk; }
 API int aclrtSetStreamAttribute(void*, int, void*) { return kOk; }
 API int aclrtSynchronizeStream(void* stream) {
     ++counters.synchronize_stream;
+    if (stream_of(stream)->capture) return kUnsupported;  // what is recorded has not run
     WithoutPythonLock unlocked;
     stream_of(stream)->synchronize();
     return stream_of(stream)->error();
