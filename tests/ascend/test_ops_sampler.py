@@ -43,3 +43,17 @@ def sample(device: str, params: SamplingParams) -> list[SampledTensors]:
 def test_the_same_seeds_draw_the_same_tokens(name):
     for expected, actual in zip(sample("cpu", PARAMS[name]), sample("npu", PARAMS[name]), strict=True):
         assert actual.choices.tolist() == expected.choices.tolist()
+
+
+def test_a_sum_of_more_bits_than_a_float32_keeps_them():
+    # The unlikely tokens lie above the last float32 below the sum; only an exact sum reaches them.
+    logits = torch.tensor([[0.0] + [-20.0] * 10])
+    sampler = Sampler(1, MAX_MODEL_LEN, logits.shape[1])
+    sampler.admit(Admit(0, 0, (1, 2), 2, SamplingParams()))
+    batch = sampler.plan([SampleRow(0, 0, 0)])
+    assert batch.buffer is not None
+    assert batch.id_order_draws is not None
+    batch.id_order_draws.uniforms.of(batch.buffer).fill_(1 - 2**-53)
+    table = torch.zeros(1, MAX_MODEL_LEN, dtype=torch.int64)
+    chosen = sampler.sample(logits.to("npu"), batch.on(batch.buffer.to("npu")), table.to("npu"))
+    assert chosen.token_ids.tolist() == [10]
