@@ -25,7 +25,7 @@ def scatter_pa_kv_cache(
     slots = slot_mapping.long()
     if len(slots) and not (int(slots.min()) >= 0 and int(slots.max()) < num_slots):
         raise ValueError(f"a slot is outside the cache of {num_slots}")
-    if len(slots.unique()) != len(slots):
+    if len(set(slots.tolist())) != len(slots):
         raise ValueError("two tokens have one slot")
     key_cache.view(num_slots, *key_cache.shape[2:])[slots] = key
     value_cache.view(num_slots, *value_cache.shape[2:])[slots] = value
@@ -99,8 +99,13 @@ def _attend(call: dict[str, Any]) -> None:
         if call["sparse_mode"] == 3:
             mask = torch.ones(end - begin, length, dtype=torch.bool).tril(length - (end - begin))
         # heads first: [1, num_heads, tokens, head_dim]
+        query_heads, key_heads, value_heads = (
+            one.float().transpose(0, 1)[None] for one in (query[begin:end], key, value)
+        )
         attended = F.scaled_dot_product_attention(
-            *(one.float().transpose(0, 1)[None] for one in (query[begin:end], key, value)),
+            query_heads,
+            key_heads,
+            value_heads,
             attn_mask=mask,
             scale=call["scale"],
             enable_gqa=True,
