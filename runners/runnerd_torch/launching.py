@@ -33,7 +33,7 @@ from runnerd_torch.handle import FailureLatch, TorchStepHandle, assemble_output
 from runnerd_torch.inputs import SlotArrays
 from runnerd_torch.loading import LoadedModel
 from runnerd_torch.models import KVCache, LayerSpec
-from runnerd_torch.sampling import Sampler, SampleRow
+from runnerd_torch.sampling import Sampler, SampleRow, Truncate
 
 
 class StepLauncher:
@@ -47,6 +47,7 @@ class StepLauncher:
         num_blocks: Blocks of the KV cache, allocated here.
         max_logprobs: Most alternatives a request may ask for.
         graphs: How steps are captured; None: they are not.
+        truncate: The chip's own top-k and top-p; None: exact ones.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class StepLauncher:
         num_blocks: int,
         max_logprobs: int,
         graphs: GraphSupport | None = None,
+        truncate: Truncate | None = None,
     ) -> None:
         self._config = config
         self._device = device
@@ -78,7 +80,7 @@ class StepLauncher:
             attention=attention,
             caches=caches,
             block_size=config.block_size,
-            sampler=Sampler(*table_shape, self._vocab_size),
+            sampler=Sampler(*table_shape, self._vocab_size, truncate),
             token_table=device.zeros(table_shape, torch.int64),
         )
         self._start_empty()

@@ -22,6 +22,7 @@ from runnerd_torch.linear import LinearFactory
 from runnerd_torch.loading import LoadedModel, ModelImpl, load_model
 from runnerd_torch.memory import activation_bytes, kv_budget
 from runnerd_torch.profiling import measure_step_bytes
+from runnerd_torch.sampling import Truncate
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class TorchModelRunner:
         layer_ops: What the fused models do between their projections; None takes plain PyTorch.
         fit_attention: Gives the attention for the loaded model: the built one, or another, or refuses the model.
         graphs: How steps are captured; None: they are not.
+        truncate: The chip's own top-k and top-p; None: exact ones.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TorchModelRunner:
         layer_ops: LayerOps | None = None,
         fit_attention: Callable[[PagedAttention, LoadedModel], PagedAttention] | None = None,
         graphs: GraphSupport | None = None,
+        truncate: Truncate | None = None,
     ) -> None:
         self._config = config
         self._device = device
@@ -65,6 +68,7 @@ class TorchModelRunner:
         self._layer_ops = layer_ops or TorchLayerOps()
         self._fit_attention = fit_attention
         self._graphs = graphs
+        self._truncate = truncate
         self._progress: Progress = _no_progress
         self._next_call = "load"
         self._closed = False
@@ -125,7 +129,7 @@ class TorchModelRunner:
         if num_blocks < 1:
             raise ValueError(f"num_blocks {num_blocks}, expected at least 1; give the KV cache more memory")
         self._launcher = StepLauncher(
-            self._config, self._device, loaded, attention, num_blocks, self._max_logprobs, self._graphs
+            self._config, self._device, loaded, attention, num_blocks, self._max_logprobs, self._graphs, self._truncate
         )
         self._next_call = "warm_up"
 

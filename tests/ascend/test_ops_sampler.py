@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch_npu  # noqa: F401 - brings the device
 
+from ascend_sim.interpreter import recorded_calls
 from runnerd_spi import Admit, SamplingParams
-from runnerd_torch.sampling import SampledTensors, Sampler, SampleRow
+from runnerd_torch.ascend.ops import truncate
+from runnerd_torch.sampling import SampledTensors, Sampler, SampleRow, Truncate
 
 VOCAB_SIZE, NUM_ROWS, MAX_MODEL_LEN = 1000, 8, 16
 PARAMS = {
@@ -22,9 +24,11 @@ PARAMS = {
 }
 
 
-def sample(device: str, params: SamplingParams) -> list[SampledTensors]:
-    """Choose at ten output indices from wide logits with many equals."""
-    sampler = Sampler(NUM_ROWS, MAX_MODEL_LEN, VOCAB_SIZE)
+def sample(
+    device: str, params: SamplingParams, truncate: Truncate | None = None, dtype: torch.dtype = torch.bfloat16
+) -> list[SampledTensors]:
+    """Choose at ten output indices from wide logits, which have many equals in bfloat16."""
+    sampler = Sampler(NUM_ROWS, MAX_MODEL_LEN, VOCAB_SIZE, truncate)
     for slot in range(NUM_ROWS):
         sampler.admit(Admit(slot, 0, (1, 2), 2, dataclasses.replace(params, seed=slot)))
     table = torch.arange(NUM_ROWS * MAX_MODEL_LEN).view(NUM_ROWS, MAX_MODEL_LEN).to(device)
@@ -34,7 +38,7 @@ def sample(device: str, params: SamplingParams) -> list[SampledTensors]:
         batch = sampler.plan([SampleRow(slot, 0, index) for slot in range(NUM_ROWS)])
         if batch.buffer is not None:
             batch = batch.on(batch.buffer.to(device))
-        logits = (2 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)).bfloat16()
+        logits = (2 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)).to(dtype)
         sampled.append(sampler.sample(logits.to(device), batch, table).map(lambda one: one.cpu()))
     return sampled
 
@@ -57,3 +61,39 @@ def test_a_sum_of_more_bits_than_a_float32_keeps_them():
     table = torch.zeros(1, MAX_MODEL_LEN, dtype=torch.int64)
     chosen = sampler.sample(logits.to("npu"), batch.on(batch.buffer.to("npu")), table.to("npu"))
     assert chosen.token_ids.tolist() == [10]
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_cann_s_truncation_is_used_where_it_is_documented_and_keeps_the_same_tokens(name):
+    asked = [
+        set(torch.topk(row, PARAMS[name].top_k).indices.tolist()) if PARAMS[name].top_k else set(range(VOCAB_SIZE))
+        for row in _logits()
+    ]
+    with recorded_calls() as calls:
+        sampled = sample("npu", PARAMS[name], truncate, torch.float32)
+    assert any("ApplyTopKTopP" in call for call in calls) == bool(PARAMS[name].top_k)
+    for step, tensors in enumerate(sampled):
+        for row, token_id in enumerate(tensors.token_ids.tolist()):
+            assert token_id in asked[step * NUM_ROWS + row]
+
+
+def _logits() -> list[torch.Tensor]:
+    """Give the rows that :func:`sample` draws from, in order."""
+    generator = torch.Generator().manual_seed(3)
+    return [row for _ in range(10) for row in 2 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)]
+
+
+def test_cann_s_truncation_draws_with_the_right_probabilities():
+    # 3 tokens survive top-k, the last falls to top-p: two remain, 3 to 1.
+    logits = torch.log(torch.tensor([[0.02, 0.66, 0.22, 0.0999, 0.0001]]))
+    sampler = Sampler(1, 2048, 5, truncate)
+    sampler.admit(Admit(0, 0, (1,), 1, SamplingParams(top_k=3, top_p=0.8, seed=5)))
+    table = torch.zeros(1, 2048, dtype=torch.int64, device="npu")
+    counts = torch.zeros(5)
+    for index in range(400):
+        batch = sampler.plan([SampleRow(0, 0, index)])
+        assert batch.buffer is not None
+        chosen = sampler.sample(logits.to("npu"), batch.on(batch.buffer.to("npu")), table)
+        counts[int(chosen.token_ids.item())] += 1
+    assert counts[[0, 3, 4]].sum() == 0
+    assert 0.69 < counts[1] / 400 < 0.81  # 0.75 +- 2.8 standard deviations; the seed is fixed

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 
+from ascend_sim.interpreter import recorded_calls
 from driving import FAMILIES, make_checkpoint, open_cpu, open_npu, prompts_of, torch_driving
 from runnerd_spi import SamplingParams
 
@@ -143,3 +144,21 @@ def test_delays_and_task_queues_change_no_token(llama, task_queue, enforce_eager
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
     assert json.loads(finished.stdout.splitlines()[-1]) == greedy(llama, prompts, 6)
+
+
+def test_cann_s_truncation_gives_the_same_tokens_at_each_depth(llama):
+    def run(depth: int) -> list[list[int]]:
+        with open_npu(llama, {"fused_top_k_top_p": True}, max_in_flight=depth) as driver:
+            requests = [
+                torch_driving.Request(prompt, 8, SamplingParams(top_k=7, top_p=0.9, seed=seed))
+                for seed, prompt in enumerate(prompts_of([4, 130, 9]))
+            ]
+            for one in requests:
+                driver.admit(one)
+            driver.run(requests, 70)
+        return [one.token_ids for one in requests]
+
+    with recorded_calls() as calls:
+        tokens = run(1)
+    assert sum("ApplyTopKTopP" in call for call in calls) >= 8
+    assert run(3) == tokens

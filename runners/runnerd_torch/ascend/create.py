@@ -10,7 +10,7 @@ from runnerd_spi import InvalidOption, ModelLoadError, RunnerConfig
 from runnerd_torch.ascend.attention import FusedInferAttention, unserved_reason
 from runnerd_torch.ascend.environment import check_graphs
 from runnerd_torch.ascend.graphs import NpuGraphModel, batch_sizes, num_padding_blocks
-from runnerd_torch.ascend.ops import AscendLayerOps
+from runnerd_torch.ascend.ops import AscendLayerOps, truncate
 from runnerd_torch.ascend.startup import open_device
 from runnerd_torch.attention import PagedAttention
 from runnerd_torch.attention.torch_attention import TorchPagedAttention
@@ -56,6 +56,7 @@ def create_ascend_runner(config: RunnerConfig) -> TorchModelRunner:
         AscendLayerOps(),
         partial(_fit_attention, config, attention),
         graphs,
+        truncate if config.options.get("fused_top_k_top_p", False) else None,
     )
 
 

@@ -14,6 +14,15 @@ from runnerd_torch.linear import Linear
 _SILU = (nn.SiLU, SiLUActivation)
 
 
+def truncate(logits: torch.Tensor, top_p: torch.Tensor | None, top_k: torch.Tensor) -> torch.Tensor:
+    """Set all logits outside top-k and top-p to minus infinity, by ``npu_top_k_top_p``; see the sampler's ``Truncate``.
+
+    It keeps whatever ties with the k-th, and sums probabilities in float32.
+    """
+    truncated: torch.Tensor = torch.ops.npu.npu_top_k_top_p(logits, top_p, top_k)
+    return truncated
+
+
 class AscendLayerOps:
     """The fused kernels; needs torch_npu to be imported.
 

@@ -44,6 +44,12 @@ ASCEND = RunnerPlugin(
         RunnerOption("model_impl", str, "auto", "model code: auto, transformers or fused (Llama-like models only)"),
         RunnerOption("max_graph_batch", int, 256, "largest batch of decodes that runs as a captured graph"),
         RunnerOption(
+            "fused_top_k_top_p",
+            bool,
+            False,
+            "top-k up to 1024, and top-p beside it, by CANN's kernel; a seed may then give other tokens than elsewhere",
+        ),
+        RunnerOption(
             "allow_float32", bool, False, "let the fused attention take float32, which only a simulated device does"
         ),
     ),

@@ -1,6 +1,7 @@
 """Chooses tokens from logits on the device, without a host wait. Knows nothing of models, KV caches or steps."""
 
 from runnerd_torch.sampling.batch import SampleRow, SamplingBatch
+from runnerd_torch.sampling.draw import Truncate
 from runnerd_torch.sampling.logprobs import LogprobTensors
 from runnerd_torch.sampling.outputs import row_outputs, token_logprobs
 from runnerd_torch.sampling.sampler import SampledTensors, Sampler
@@ -11,6 +12,7 @@ __all__ = [
     "SampledTensors",
     "Sampler",
     "SamplingBatch",
+    "Truncate",
     "row_outputs",
     "token_logprobs",
 ]

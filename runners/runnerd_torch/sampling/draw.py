@@ -12,6 +12,8 @@ Exactly k tokens survive top-k, so that a top-k of 1 is the greedy choice.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from runnerd_torch.sampling.batch import Draws
@@ -21,8 +23,21 @@ WEIGHT_BITS = 40
 
 _LEAST_EXPONENT = -64.0
 
+Truncate = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""``truncate(logits, top_p, top_k)``: a chip's own kernel; gives the logits, minus infinity outside top-k and top-p.
 
-def draw_tokens(logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
+``logits`` is ``[n, vocab_size]`` float32, divided by the temperature; ``top_p`` ``[n]`` float32 in (0, 1] or None;
+``top_k`` ``[n]`` int32, 1 to 1024 and at most vocab_size.
+"""
+
+
+def draw_tokens(
+    logits: torch.Tensor,
+    highest: torch.Tensor,
+    draws: Draws,
+    buffer: torch.Tensor,
+    truncate: Truncate | None = None,
+) -> torch.Tensor:
     """Draw one token for each row.
 
     Args:
@@ -30,11 +45,16 @@ def draw_tokens(logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffe
         highest: [n, 1] float32, the highest logit of each row.
         draws: Their parameters.
         buffer: The batch's arrays on the device.
+        truncate: What takes the place of the order where all rows have a small top-k. How it treats equals and sums is
+            the chip's, so the same seed may then choose other tokens than without it.
 
     Returns:
         [n] int64 token ids.
     """
-    ids, weights = token_weights(logits, highest, draws, buffer)
+    if truncate is not None and draws.num_candidates is not None and draws.top_k is not None:
+        ids, weights = None, _truncated_weights(logits, highest, draws, buffer, truncate)
+    else:
+        ids, weights = token_weights(logits, highest, draws, buffer)
     places = _choose(weights, draws.uniforms.of(buffer))
     return (places if ids is None else ids.gather(1, places)).squeeze(1)
 
@@ -88,7 +108,21 @@ def most_likely_ids(logits: torch.Tensor, num_ids: int) -> torch.Tensor:
 
 def _weights(values: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
     # The difference comes before the division: a tiny temperature then gives -inf, never inf - inf.
-    exponents = (values - highest).div_(draws.temperature.of(buffer))
+    return _fixed_point((values - highest).div_(draws.temperature.of(buffer)))
+
+
+def _truncated_weights(
+    logits: torch.Tensor, highest: torch.Tensor, draws: Draws, buffer: torch.Tensor, truncate: Truncate
+) -> torch.Tensor:
+    """Give the weights in the order of ids, 0 for what the chip's kernel leaves out."""
+    assert draws.top_k is not None
+    top_p = None if draws.top_p is None else draws.top_p.of(buffer).squeeze(1).to(torch.float32)
+    top_k = draws.top_k.of(buffer).squeeze(1).to(torch.int32)
+    exponents = (logits - highest).div_(draws.temperature.of(buffer))
+    return _without_unlikely(_fixed_point(truncate(exponents, top_p, top_k)), draws, buffer)
+
+
+def _fixed_point(exponents: torch.Tensor) -> torch.Tensor:
     # Far below the smallest weight, and exp is many times slower on CPUs where its result underflows.
     relative = exponents.clamp_(min=_LEAST_EXPONENT).exp_()
     return relative.mul_(2.0**WEIGHT_BITS).to(torch.int64)

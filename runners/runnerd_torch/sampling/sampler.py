@@ -13,7 +13,7 @@ import torch
 
 from runnerd_spi import Admit
 from runnerd_torch.sampling.batch import Draws, SampleRow, SamplingBatch
-from runnerd_torch.sampling.draw import draw_tokens
+from runnerd_torch.sampling.draw import Truncate, draw_tokens
 from runnerd_torch.sampling.logprobs import LogprobTensors, compute_logprobs
 from runnerd_torch.sampling.planner import plan_batch
 from runnerd_torch.sampling.processors import process_logits
@@ -52,12 +52,16 @@ class Sampler:
         max_num_seqs: Number of slots.
         max_model_len: Width of the token table.
         vocab_size: Width of the logits.
+        truncate: The chip's own top-k and top-p, for the rows it takes; None: all rows are truncated exactly.
     """
 
-    def __init__(self, max_num_seqs: int, max_model_len: int, vocab_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_model_len: int, vocab_size: int, truncate: Truncate | None = None
+    ) -> None:
         self._table_shape = (max_num_seqs, max_model_len)
         self._vocab_size = vocab_size
         self._slots = SlotTable(max_num_seqs, vocab_size)
+        self._truncate = truncate
 
     def check(self, admit: Admit) -> None:
         """Refuse what :meth:`admit` would refuse; changes nothing.
@@ -109,7 +113,7 @@ class Sampler:
         highest = processed.gather(1, choices[0][:, None])
         for draws in (batch.id_order_draws, batch.top_k_draws, batch.sorted_draws):
             if draws is not None:
-                _draw_rows(processed, highest, choices[0], draws, buffer)
+                _draw_rows(processed, highest, choices[0], draws, buffer, self._truncate)
         return SampledTensors(choices, _row_logprobs(raw, choices[0], batch, buffer))
 
     def prompt_logprobs(self, logits: torch.Tensor, token_ids: torch.Tensor, num_top: int) -> LogprobTensors:
@@ -140,14 +144,19 @@ def _greedy(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _draw_rows(
-    logits: torch.Tensor, highest: torch.Tensor, token_ids: torch.Tensor, draws: Draws, buffer: torch.Tensor
+    logits: torch.Tensor,
+    highest: torch.Tensor,
+    token_ids: torch.Tensor,
+    draws: Draws,
+    buffer: torch.Tensor,
+    truncate: Truncate | None,
 ) -> None:
     """Replace the greedy choice of the rows that draw."""
     if draws.rows is None:
-        token_ids.copy_(draw_tokens(logits, highest, draws, buffer))
+        token_ids.copy_(draw_tokens(logits, highest, draws, buffer, truncate))
         return
     rows = draws.rows.of(buffer)
-    drawn = draw_tokens(logits.index_select(0, rows), highest.index_select(0, rows), draws, buffer)
+    drawn = draw_tokens(logits.index_select(0, rows), highest.index_select(0, rows), draws, buffer, truncate)
     token_ids.index_copy_(0, rows, drawn)
 
 
