@@ -43,6 +43,8 @@ class MetricsSnapshot:
     """By phase of the engine's loop."""
     max_in_flight: int | None
     """None until the engine has started."""
+    depth: int
+    """Steps that may be in flight now; 0 before the first step."""
     engine_restarts: Mapping[str, int]
     """By cause."""
     num_poisonous: int
@@ -84,6 +86,8 @@ class SnapshotCollector(Collector):
             yield GaugeMetricFamily("runnerd_async_effective", "1 when steps overlap, 0 when not.", effective)
             text = "Steps that may be unresolved at once."
             yield GaugeMetricFamily("runnerd_max_in_flight", text, now.max_in_flight)
+            text = "Steps that may be unresolved now: 1 while --adaptive-depth finds nothing to gain by more."
+            yield GaugeMetricFamily("runnerd_depth", text, now.depth or now.max_in_flight)
         for name, text, total in (
             ("vllm:prompt_tokens", "Prompt tokens computed or found in the prefix cache.", now.prompt_tokens),
             ("vllm:generation_tokens", "Tokens generated.", now.generation_tokens),

@@ -178,7 +178,7 @@ class MiniEngine:
                 assert record.token_id == self.jobs[index].prompt[position]
                 assert result.prompt_logprobs.setdefault(position, record) == record
             if row.sample:
-                result.outputs.append(replace(output, prompt_logprobs=()))
+                result.outputs.append(output._replace(prompt_logprobs=()))
 
 
 def play(jobs: Sequence[Job], max_in_flight: int = 1, **options: OptionValue) -> list[Result]:

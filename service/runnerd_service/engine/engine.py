@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from runnerd_service.engine.depth import AdaptiveDepth
 from runnerd_service.engine.kv_cache import BlockManager, max_request_tokens
 from runnerd_service.engine.messages import AddRequest, Load, RequestOutput
 from runnerd_service.engine.request import RequestState, request_from
@@ -42,6 +43,8 @@ class EngineLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_in_flight: int
+    adaptive_depth: bool = False
+    """Whether only one step is in flight where overlapping would gain next to nothing."""
     prefix_caching: bool = True
     chunked_prefill: bool = True
     lora: bool = False
@@ -79,6 +82,7 @@ class Engine:
         self._launched: deque[_Launched] = deque()
         # Outputs of requests that ended without a step.
         self._immediate: list[RequestOutput] = []
+        self._adaptive = AdaptiveDepth(limits.max_in_flight) if limits.adaptive_depth else None
         self._num_arrivals = 0
         self._num_steps = 0
         self._num_graph_steps = 0
@@ -88,6 +92,11 @@ class Engine:
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do. False means idle: every counter is zero."""
         return bool(self._scheduler.has_requests or self._launched or self._scheduler.has_releases or self._immediate)
+
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight now."""
+        return self._limits.max_in_flight if self._adaptive is None else self._adaptive.depth
 
     def add(self, message: AddRequest) -> None:
         """Take a request in. One that can never be served gets its failure as output of the next step.
@@ -139,9 +148,7 @@ class Engine:
             step = self._scheduler.schedule_releases()
         if step is not None:
             self._launch(step)
-            while self._launched and (
-                len(self._launched) >= self._limits.max_in_flight or self._launched[0].handle.done()
-            ):
+            while self._launched and (len(self._launched) >= self.depth or self._launched[0].handle.done()):
                 outputs += self._settle_oldest()
         elif self._launched:
             outputs += self._settle_oldest()
@@ -170,6 +177,7 @@ class Engine:
             times=self.timeline.times(),
             num_graph_steps=self._num_graph_steps,
             num_graph_misses=self._num_graph_misses,
+            depth=self.depth,
         )
 
     def check_integrity(self) -> str:
@@ -236,6 +244,8 @@ class Engine:
         self._num_graph_steps += timeline.graph == "replayed"
         self._num_graph_misses += timeline.graph == "missed"
         self.timeline.settled(launched.mark, timeline)
+        if self._adaptive is not None:
+            self._adaptive.settled(*self.timeline.work_ns())
 
     def _rejection(self, message: AddRequest) -> str:
         """Say why a request can never be served; empty when it can."""

@@ -155,6 +155,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Steps that ran as captured graphs."""
     num_graph_misses: int = 0
     """Steps that could have, had a graph of their size been captured."""
+    depth: int = 0
+    """Steps that may be in flight now; 0 before the first report."""
 
 
 class StepOutputs(msgspec.Struct, frozen=True, tag="outputs"):

@@ -39,6 +39,7 @@ class ResolvedConfig:
     runner_config: RunnerConfig
     async_effective: bool
     """Whether steps overlap."""
+    adaptive_depth: bool
     prefix_caching: bool
     chunked_prefill: bool
     lora: bool
@@ -69,6 +70,11 @@ def resolve(config: EngineConfig, plugin: RunnerPlugin) -> ResolvedConfig:
     max_in_flight = _max_in_flight(config, plugin)
     prefix_caching = config.prefix_caching and capabilities.prefix_caching != "no"
     warnings = []
+    if config.adaptive_depth and max_in_flight == 1:
+        raise ConfigurationError(
+            f"--adaptive-depth: steps of runner {plugin.name!r} do not overlap with one step in flight, so there is "
+            "nothing to adapt; leave the option out, or let 2 or more be in flight"
+        )
     if config.async_execution == "auto" and config.max_in_flight is None and max_in_flight == 1:
         warnings.append(f"runner {plugin.name!r} runs synchronously: it keeps one step in flight at most")
     if config.prefix_caching and not prefix_caching:
@@ -89,6 +95,7 @@ def resolve(config: EngineConfig, plugin: RunnerPlugin) -> ResolvedConfig:
             options=_options(config, plugin),
         ),
         async_effective=max_in_flight > 1,
+        adaptive_depth=config.adaptive_depth,
         prefix_caching=prefix_caching,
         chunked_prefill=capabilities.chunked_prefill != "no",
         lora=capabilities.lora != "no",
@@ -130,6 +137,7 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_in_flight=config.max_in_flight,
+        adaptive_depth=resolved.adaptive_depth,
         prefix_caching=resolved.prefix_caching,
         chunked_prefill=resolved.chunked_prefill,
         lora=resolved.lora,

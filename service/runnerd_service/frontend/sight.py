@@ -61,6 +61,7 @@ def metrics_snapshot(
         bubble_seconds=msgspec.structs.asdict(load.times.bubble),
         host_seconds=msgspec.structs.asdict(load.times.host),
         max_in_flight=None if ready is None else ready.max_in_flight,
+        depth=load.depth,
         engine_restarts=dict(engine_restarts),
         num_poisonous=num_poisonous,
     )
