@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from runnerd_spi import InvalidOption, ModelLoadError, RunnerConfig
 from runnerd_torch.ascend.attention import FusedInferAttention, unserved_reason
@@ -14,6 +14,7 @@ from runnerd_torch.ascend.ops import AscendLayerOps, truncate
 from runnerd_torch.ascend.startup import open_device
 from runnerd_torch.attention import PagedAttention
 from runnerd_torch.attention.torch_attention import TorchPagedAttention
+from runnerd_torch.choices import chosen
 from runnerd_torch.graphs import CapturedModel, GraphSupport, StepParts
 from runnerd_torch.linear import build_linear
 from runnerd_torch.loading import LoadedModel, ModelImpl
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 AttentionChoice = Literal["auto", "fused", "torch"]
 
-T = TypeVar("T")
-
 
 def create_ascend_runner(config: RunnerConfig) -> TorchModelRunner:
     """Give a runner on an NPU.
@@ -34,8 +33,8 @@ def create_ascend_runner(config: RunnerConfig) -> TorchModelRunner:
         InvalidOption: An option has a value that means nothing.
         RunnerUnavailable: There is no NPU that can be used; the message holds the remedy.
     """
-    attention = _choice(config, "attention", get_args(AttentionChoice))
-    model_impl = _choice(config, "model_impl", get_args(ModelImpl))
+    attention = chosen("ascend", config, "attention", get_args(AttentionChoice))
+    model_impl = chosen("ascend", config, "model_impl", get_args(ModelImpl))
     max_graph_batch = _max_graph_batch(config)
     if max_graph_batch:
         check_graphs()
@@ -101,11 +100,3 @@ def _fit_attention(
 def _capture_model(sizes: tuple[int, ...], parts: StepParts) -> CapturedModel | None:
     # Plain PyTorch's attention cuts a step by its lengths: what is captured once fits no other step.
     return NpuGraphModel(parts, sizes) if isinstance(parts.attention, FusedInferAttention) else None
-
-
-def _choice(config: RunnerConfig, name: str, choices: tuple[T, ...]) -> T:
-    asked = config.options.get(name, "auto")
-    for choice in choices:
-        if choice == asked:
-            return choice
-    raise InvalidOption(f"runner 'ascend': option {name} is {asked!r}, expected {', '.join(map(str, choices))}")

@@ -10,6 +10,7 @@ import torch
 
 from runnerd_spi import InvalidOption, RunnerConfig
 from runnerd_torch.attention import build_attention
+from runnerd_torch.choices import chosen
 from runnerd_torch.cuda.plugin import unavailable
 from runnerd_torch.devices.accelerator import AcceleratorDevice
 from runnerd_torch.linear import build_linear
@@ -25,17 +26,14 @@ def create_cuda_runner(config: RunnerConfig) -> TorchModelRunner:
         InvalidOption: An option has a value that means nothing, or there is no such GPU.
         RunnerUnavailable: There is no GPU that can be used; the message holds the remedy.
     """
-    choices: dict[object, ModelImpl] = {choice: choice for choice in get_args(ModelImpl)}
-    asked = config.options.get("model_impl", "auto")
-    if asked not in choices:
-        raise InvalidOption(f"runner 'cuda': option model_impl is {asked!r}, expected {', '.join(choices.values())}")
+    model_impl = chosen("cuda", config, "model_impl", get_args(ModelImpl))
     return TorchModelRunner(
         config,
         open_device(int(config.options.get("device_index", 0))),
         partial(build_attention, "torch"),
         partial(build_linear, "torch"),
         MAX_LOGPROBS,
-        choices[asked],
+        model_impl,
     )
 
 
