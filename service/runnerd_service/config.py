@@ -63,6 +63,8 @@ class ServerConfig:
     """Prompt tokens that the waiting requests may have together; None: as many as there are."""
     queue_timeout_seconds: float = 0.0
     """A request that has waited so long for a place gets RESOURCE_EXHAUSTED; 0: it may wait for any time."""
+    stall_timeout_seconds: float = 300.0
+    """A stream whose reader takes nothing for so long is ended; 0: it may stall for any time."""
     drain_seconds: float = 30.0
     """How long live requests may go on after SIGTERM."""
     max_engine_restarts: int = 5

@@ -39,6 +39,10 @@ class RequestAborted(RunnerdError):
     """The request was ended by Abort."""
 
 
+class ReaderStalled(RunnerdError):
+    """The reader of a stream took nothing for longer than it may."""
+
+
 class NotReady(RunnerdError):
     """The model loads, the server drains, or the engine is down; ``retry_after_seconds`` says when to try again."""
 

@@ -213,9 +213,9 @@ def test_another_model_is_none_to_go_on_with() -> None:
 
 def test_totals_are_added_and_what_is_there_now_is_not() -> None:
     times = StepTimes(1.0, 2.0, BubbleSeconds(inbox=1.0, other=2.0), HostSeconds(wait=3.0))
-    before = Load(1, 2, 3, 10, 40, 5, 6, 7, 8, 9, 2, times)
-    now = Load(4, 5, 6, 12, 1, 1, 1, 1, 1, 1, 1, times)
+    before = Load(1, 2, 3, 10, 40, 5, 6, 7, 8, 9, 2, times, depth=2)
+    now = Load(4, 5, 6, 12, 1, 1, 1, 1, 1, 1, 1, times, depth=2)
 
     summed = StepTimes(2.0, 4.0, BubbleSeconds(inbox=2.0, other=4.0), HostSeconds(wait=6.0))
-    assert with_totals(now, before) == Load(4, 5, 6, 12, 41, 6, 7, 8, 9, 10, 1, summed)
-    assert at_rest(before, 3) == Load(0, 3, 0, 10, 40, 5, 6, 7, 8, 9, 0, times)
+    assert with_totals(now, before) == Load(4, 5, 6, 12, 41, 6, 7, 8, 9, 10, 1, summed, depth=2)
+    assert at_rest(before, 3) == Load(0, 3, 0, 10, 40, 5, 6, 7, 8, 9, 0, times, depth=2)

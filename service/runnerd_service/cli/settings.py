@@ -113,6 +113,14 @@ SETTINGS: tuple[Setting, ...] = (
         "SECONDS",
         "queue_timeout_seconds",
     ),
+    Setting(
+        "stall-timeout",
+        "server",
+        seconds,
+        "a stream whose reader takes nothing for so long is ended; 0: it may stall for any time",
+        "SECONDS",
+        "stall_timeout_seconds",
+    ),
     Setting("drain-seconds", "server", seconds, "how long live requests may go on after SIGTERM", "SECONDS"),
     Setting(
         "max-engine-restarts",

@@ -21,6 +21,7 @@ def with_totals(load: Load, before: Load) -> Load:
         num_used_blocks=load.num_used_blocks,
         num_blocks=load.num_blocks,
         num_unresolved_steps=load.num_unresolved_steps,
+        depth=load.depth,
     )
 
 

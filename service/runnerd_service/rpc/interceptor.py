@@ -16,6 +16,7 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from runnerd_service.errors import FieldViolation, InvalidRequest, RequestAborted, RunnerdError
+from runnerd_service.rpc.stall import StallLimit
 from runnerd_service.rpc.status import to_status
 
 logger = logging.getLogger(__name__)
@@ -31,10 +32,12 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         max_message_bytes: Larger requests are refused by name, before their handler sees them.
+        stall_timeout_seconds: A stream whose reader takes nothing for so long is ended; 0: never.
     """
 
-    def __init__(self, max_message_bytes: int) -> None:
+    def __init__(self, max_message_bytes: int, stall_timeout_seconds: float = 0.0) -> None:
         self._max_message_bytes = max_message_bytes
+        self._stall_timeout_seconds = stall_timeout_seconds
 
     async def intercept_service(
         self,
@@ -69,9 +72,14 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
     def _streaming(self, method: str, handler: _Streaming, parse: _Parse) -> _Unary:
         async def call(data: bytes, context: _Context) -> None:
             try:
-                async with aclosing(handler(self._read(data, parse), context)) as messages:
+                async with (
+                    StallLimit(self._stall_timeout_seconds) as limit,
+                    aclosing(handler(self._read(data, parse), context)) as messages,
+                ):
                     async for message in messages:
+                        limit.begin()
                         await context.write(message)
+                        limit.end()
             except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001
                 await _abort(method, error, context)
 

@@ -66,7 +66,8 @@ class RpcServer:
         self._config = config
         self._frontend = frontend
         self._server = grpc.aio.server(
-            interceptors=[HandlerInterceptor(config.max_message_bytes)], options=server_options(config)
+            interceptors=[HandlerInterceptor(config.max_message_bytes, config.stall_timeout_seconds)],
+            options=server_options(config),
         )
         self._health = health.HealthServicer(SERVICE_NAMES)
         self._port = config.port
