@@ -24,6 +24,8 @@ class EngineConfig:
     memory_bytes: int | None = None
     memory_fraction: float = 0.9
     prefix_caching: bool = True
+    priority_ageing_seconds: float = 10.0
+    """Waiting time that raises a request's priority by one level; 0: it stays what it is."""
     async_execution: AsyncExecution = "auto"
     max_in_flight: int | None = None
     """Depth when asynchronous; None means 2, or what the runner allows. Only with async_execution other than "off"."""

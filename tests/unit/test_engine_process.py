@@ -105,7 +105,7 @@ async def test_requests_stream_and_the_engine_is_clean_afterwards() -> None:
             '{"num_running": 0, "num_waiting": 0, "num_used_blocks": 0, "num_unresolved_steps": 0}'
         )
         assert client.load.generation_tokens == 12 * 17
-        assert (await client.call("reset_prefix_cache")).endswith("blocks forgotten")
+        assert int(await client.call("reset_prefix_cache")) > 0
         [directory] = sockets()
         assert (Path(tempfile.gettempdir()) / directory).stat().st_mode & 0o777 == 0o700
     finally:

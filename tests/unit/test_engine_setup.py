@@ -1,13 +1,23 @@
 """What the service accepts from an operator, and what it refuses with which words."""
 
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from runnerd_service.config import EngineConfig
-from runnerd_service.engine.setup import resolve
+from runnerd_service.engine.setup import resolve, start_engine
 from runnerd_service.errors import ConfigurationError
-from runnerd_spi import ModelRunner, RunnerCapabilities, RunnerConfig, RunnerOption, RunnerPlugin
+from runnerd_spi import (
+    KVBudget,
+    ModelInfo,
+    ModelRunner,
+    Progress,
+    RunnerCapabilities,
+    RunnerConfig,
+    RunnerOption,
+    RunnerPlugin,
+)
 
 
 def never_create(config: RunnerConfig) -> ModelRunner:
@@ -111,3 +121,66 @@ def test_prefix_caching_falls_back_with_a_warning() -> None:
     assert not resolved.prefix_caching
     assert resolved.warnings == ("prefix caching is off: runner 'toy' does not serve it",)
     assert resolve(EngineConfig(prefix_caching=False), plugin).warnings == ()
+
+
+class Measured:
+    """A runner that has been loaded; only its model and its memory are asked for."""
+
+    def __init__(self, config: RunnerConfig, budget: KVBudget) -> None:
+        self._config = config
+        self._budget = budget
+        self.closed = False
+
+    def load(self, progress: Progress) -> ModelInfo:
+        return ModelInfo("toy", "toy", 100, self._config.max_model_len or 64, (), "float32", 0, 0, "none")
+
+    def profile(self) -> KVBudget:
+        return self._budget
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("config", "available", "message"),
+    [
+        (
+            EngineConfig(),
+            99,
+            "runner 'toy' has 99 bytes for the KV cache, but one block takes 100; raise --memory-utilization, or set "
+            "--kv-cache-memory-bytes, or lower --max-num-batched-tokens",
+        ),
+        (
+            EngineConfig(memory_bytes=99),
+            99,
+            "runner 'toy' has 99 bytes for the KV cache, but one block takes 100; raise --kv-cache-memory-bytes, which "
+            "is 99",
+        ),
+        (
+            EngineConfig(max_model_len=34),
+            299,
+            "the KV cache of 2 blocks of 16 tokens holds 33 tokens of one request, but --max-model-len is 34; lower "
+            "it, or raise --memory-utilization, or set --kv-cache-memory-bytes",
+        ),
+        (
+            EngineConfig(max_model_len=34, memory_bytes=299),
+            299,
+            "the KV cache of 2 blocks of 16 tokens holds 33 tokens of one request, but --max-model-len is 34; lower "
+            "it, or raise --kv-cache-memory-bytes, which is 299",
+        ),
+    ],
+)
+def test_a_kv_cache_that_is_too_small_is_refused_with_the_options_that_help(
+    config: EngineConfig, available: int, message: str
+) -> None:
+    runners: list[Measured] = []
+
+    def create(runner_config: RunnerConfig) -> ModelRunner:
+        runners.append(Measured(runner_config, KVBudget(100, available, None)))
+        return cast("ModelRunner", runners[0])
+
+    plugin = replace(PLUGIN, create=create)
+    with pytest.raises(ConfigurationError) as caught:
+        start_engine(resolve(config, plugin), plugin, lambda stage, done, total: None)
+    assert str(caught.value) == message
+    assert runners[0].closed

@@ -1,84 +1,11 @@
-"""The scheduler without a runner: the tests launch and settle by hand, and the SPI's PlanChecker judges every plan."""
-
-from collections import deque
-from collections.abc import Sequence
+"""What a step takes in, and when slots and blocks come back."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scheduler_bench import SIZE, Bench, row_sizes
 
-from runnerd_service.engine.kv_cache import BlockManager
-from runnerd_service.engine.messages import AddRequest, Sampling
-from runnerd_service.engine.request import RequestState, Status, request_from
-from runnerd_service.engine.scheduler import ScheduledStep, Scheduler
-from runnerd_service.engine.settle import Settler
-from runnerd_spi import PlanChecker, RowOutput, StepOutput
-
-SIZE = 4
-VOCAB = 100
-MAX_MODEL_LEN = 64
-
-
-class Bench:
-    """A scheduler whose steps resolve when the test says so; each sampled token is 7."""
-
-    def __init__(
-        self, *, num_blocks: int = 32, max_num_seqs: int = 4, budget: int = 16, prefix_caching: bool = True
-    ) -> None:
-        self.blocks = BlockManager(num_blocks, SIZE)
-        self.scheduler = Scheduler(
-            self.blocks, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, prefix_caching=prefix_caching
-        )
-        self.settler = Settler(self.scheduler, VOCAB)
-        self.checker = PlanChecker(
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=budget,
-            max_model_len=MAX_MODEL_LEN,
-            block_size=SIZE,
-            num_blocks=num_blocks,
-            vocab_size=VOCAB,
-        )
-        self.launched: deque[ScheduledStep] = deque()
-        self.num_arrivals = 0
-
-    def add(
-        self, prompt: Sequence[int] | int, max_tokens: int = 8, priority: int = 0, eos: tuple[int, ...] = ()
-    ) -> RequestState:
-        tokens = tuple(prompt) if isinstance(prompt, Sequence) else (self.num_arrivals,) * prompt
-        message = AddRequest(self.num_arrivals, tokens, Sampling(), max_tokens, priority=priority, eos_token_ids=eos)
-        request = request_from(message, self.num_arrivals, MAX_MODEL_LEN)
-        self.num_arrivals += 1
-        self.scheduler.add(request)
-        return request
-
-    def launch(self) -> ScheduledStep | None:
-        step = self.scheduler.schedule()
-        if step is None and not self.launched and self.scheduler.has_releases:
-            step = self.scheduler.schedule_releases()
-        if step is not None:
-            self.checker.apply(step.plan)
-            self.launched.append(step)
-            self.scheduler.check_integrity()
-        return step
-
-    def settle(self, token_id: int = 7) -> None:
-        step = self.launched.popleft()
-        rows = tuple(RowOutput(token_id if row.sample else None) for row in step.plan.rows)
-        self.settler.settle(step, StepOutput(step.plan.step_id, rows))
-        self.scheduler.check_integrity()
-
-    def run(self) -> ScheduledStep | None:
-        """One step, launched and settled."""
-        step = self.launch()
-        if step is not None:
-            self.settle()
-        return step
-
-
-def row_sizes(step: ScheduledStep | None) -> dict[int, int]:
-    """Tokens per request uid."""
-    assert step is not None
-    return {request.uid: row.num_new_tokens for request, row in zip(step.requests, step.plan.rows, strict=True)}
+from runnerd_service.engine.request import RequestState, Status
 
 
 def test_a_prompt_longer_than_the_budget_is_prefilled_in_chunks() -> None:
@@ -216,11 +143,9 @@ def test_only_settled_full_blocks_are_shared() -> None:
     bench.add(prompt)
     bench.launch()
     bench.add(prompt)
-    bench.launch()
-    assert bench.scheduler.prefix_cache_hits == 0, "the first prefill has not settled"
+    assert row_sizes(bench.launch()) == {0: 1}, "the first prefill has not settled"
     bench.settle()
-    bench.add(prompt)
-    assert row_sizes(bench.launch())[2] == 2
+    assert row_sizes(bench.launch()) == {0: 1, 1: 2}
     assert bench.scheduler.prefix_cache_hits == 8
 
 
@@ -267,7 +192,7 @@ def test_random_traces_keep_every_plan_legal_and_end_with_everything_free(data: 
     )
     requests: list[RequestState] = []
     for _ in range(data.draw(st.integers(1, 40))):
-        match data.draw(st.sampled_from(["add", "abort", "launch", "launch", "settle", "eos"])):
+        match data.draw(st.sampled_from(["add", "add", "abort", "launch", "launch", "settle", "eos", "fail", "reset"])):
             case "add":
                 prompt = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=10))
                 requests.append(bench.add(prompt, data.draw(st.integers(1, 8)), data.draw(st.integers(0, 2)), (9,)))
@@ -279,8 +204,13 @@ def test_random_traces_keep_every_plan_legal_and_end_with_everything_free(data: 
                 bench.settle()
             case "eos" if bench.launched:
                 bench.settle(9)
+            case "fail" if bench.launched:
+                bench.fail()
+            case "reset":
+                bench.scheduler.reset_prefix_cache()
+                bench.scheduler.check_integrity()
     num_steps = 0
-    while bench.scheduler.has_requests or bench.launched or bench.scheduler.has_releases:
+    while bench.has_work:
         num_steps += 1
         assert num_steps < 2000, "livelock"
         if bench.launch() is None or len(bench.launched) >= depth:

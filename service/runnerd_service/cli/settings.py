@@ -68,6 +68,14 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("prefix-caching", "engine", boolean, "reuse the KV blocks of equal prompt beginnings"),
     Setting(
+        "priority-ageing",
+        "engine",
+        seconds,
+        "waiting time that raises a request's priority by one level, so that nobody waits for ever; 0: it stays",
+        "SECONDS",
+        "priority_ageing_seconds",
+    ),
+    Setting(
         "async-execution",
         "engine",
         one_of("auto", "required", "off"),

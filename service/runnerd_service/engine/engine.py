@@ -49,6 +49,8 @@ class EngineLimits:
     chunked_prefill: bool = True
     lora: bool = False
 
+    priority_ageing_seconds: float = 0.0
+    """Waiting time that raises a request's priority by one level; 0: it stays what it is."""
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -85,6 +87,7 @@ class Engine:
         self._adaptive = AdaptiveDepth(limits.max_in_flight) if limits.adaptive_depth else None
         self._num_arrivals = 0
         self._num_steps = 0
+        self._ageing_ns = round(limits.priority_ageing_seconds * 1e9)
         self._num_graph_steps = 0
         self._num_graph_misses = 0
 
@@ -110,7 +113,7 @@ class Engine:
         if error:
             self._immediate.append(RequestOutput(message.uid, finish="failed", error=error))
             return
-        request = request_from(message, self._num_arrivals, self._limits.max_model_len)
+        request = request_from(message, self._num_arrivals, self._limits.max_model_len, self._ageing_ns)
         self._num_arrivals += 1
         finish = finish_of(request) if message.output_token_ids else None
         if finish is not None:
@@ -198,8 +201,8 @@ class Engine:
         )
 
     def reset_prefix_cache(self) -> str:
-        """Forget all cached prefixes; says how many blocks held one."""
-        return f"{self._scheduler.blocks.reset_prefix_cache()} blocks forgotten"
+        """Forget all cached prefixes; gives how many blocks held one, as text. Running requests keep their blocks."""
+        return str(self._scheduler.reset_prefix_cache())
 
     def start_trace(self) -> str:
         """Record the steps from now on."""

@@ -46,6 +46,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     stop_token_ids: tuple[int, ...] = ()
     priority: int = 0
     """Lower runs first."""
+    arrival_ns: int = 0
+    """When the front took it in, on the clock of ``time.monotonic_ns``; it ages from then on, on whatever engine."""
     cache_salt: str = ""
     adapter_id: str | None = None
     output_token_ids: tuple[int, ...] = ()

@@ -22,12 +22,32 @@ class Status(Enum):
     """Nothing of it is shown any more. It may still hold blocks that launched steps write to."""
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """Blocks that a request waits for instead of computing them: ``leader`` is filling them."""
+
+    leader: RequestState
+    epoch: int
+    """The leader's when the wait began."""
+    num_blocks: int
+    """Leading blocks that both have in common."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the leader still fills them."""
+        leader = self.leader
+        return (
+            leader.epoch == self.epoch and leader.num_published_blocks < self.num_blocks <= leader.num_promised_blocks
+        )
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """A request on its way. Two counts are kept apart: what is settled, and what is launched but unresolved."""
 
     uid: int
-    priority: int
+    rank: int
+    """Lower goes first: the priority, and with ageing the time of arrival."""
     arrival: int
     """Order of arrival in this engine."""
     # Settled tokens: the prompt, then the outputs known to the host. No placeholder ever enters.
@@ -53,6 +73,12 @@ class RequestState:
     """Launched rows, sampling or not, that are not settled."""
     num_published_blocks: int = 0
     """Leading blocks that others may share."""
+    num_promised_blocks: int = 0
+    """Leading blocks that its prefill will have published; 0 without a slot."""
+    publishes: bool = True
+    """False once the prefix cache was reset: what it has computed since its admission is not to be found."""
+    awaited: Awaited | None = None
+    """What it waits for besides a slot and room."""
     was_admitted: bool = False
     num_cached_tokens: int = 0
     # Records of prompt tokens 1, 2, ... as far as settled.
@@ -91,16 +117,30 @@ class RequestState:
 
 
 def order(request: RequestState) -> tuple[int, int]:
-    """Give the sort key of who goes first: lower priority value, then earlier arrival."""
-    return request.priority, request.arrival
+    """Give the sort key of who goes first: lower rank, then earlier arrival. It never changes."""
+    return request.rank, request.arrival
 
 
-def request_from(message: AddRequest, arrival: int, max_model_len: int) -> RequestState:
+def rank_of(priority: int, arrival_ns: int, ageing_ns: int) -> int:
+    """Give the rank of a request: its priority, raised by one level for each ``ageing_ns`` that it has waited.
+
+    All requests age alike, so the order of two of them is the same at any time, and known when they arrive: a request
+    of priority p goes before whatever arrives with priority q more than ``(p - q) * ageing_ns`` after it.
+
+    Args:
+        priority: Lower goes first.
+        arrival_ns: On a clock that all requests share.
+        ageing_ns: Waiting time that is worth one level of priority; 0: waiting is worth nothing.
+    """
+    return priority * ageing_ns + arrival_ns if ageing_ns else priority
+
+
+def request_from(message: AddRequest, arrival: int, max_model_len: int, ageing_ns: int = 0) -> RequestState:
     """Build the state of a request that has been validated."""
     num_prompt_tokens = len(message.prompt_token_ids)
     return RequestState(
         uid=message.uid,
-        priority=message.priority,
+        rank=rank_of(message.priority, message.arrival_ns, ageing_ns),
         arrival=arrival,
         token_ids=[*message.prompt_token_ids, *message.output_token_ids],
         num_prompt_tokens=num_prompt_tokens,

@@ -11,6 +11,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
 from runnerd_service.engine.kv_cache import BlockManager, IntegrityError, num_blocks_for
+from runnerd_service.engine.prefill_sharing import PrefillSharing
 from runnerd_service.engine.request import RequestState, Status, order
 from runnerd_spi import Admit, BlockGrant, Release, Row, StepPlan
 
@@ -48,11 +49,14 @@ class _Draft:
 
 
 class Scheduler:
-    """Continuous batching under a token budget, first come first served within a priority.
+    """Continuous batching under a token budget, in the one order of :func:`~runnerd_service.engine.request.order`.
 
     A step takes the running decodes first, then prefill chunks of running requests, then waiting requests while there
     is a slot and room for all their tokens. A decode that finds no free block preempts the running request that goes
     last; so the first one always moves on. Blocks go back to the pool when no launched step can write to them.
+
+    A waiting request whose beginning is being computed waits for that, and shares it. Those behind it may pass only
+    while slots and blocks are left for it.
 
     Args:
         blocks: The pool; the scheduler is its only user.
@@ -84,6 +88,7 @@ class Scheduler:
         self._running: list[RequestState] = []
         # Requests without a slot whose blocks launched steps may still write to.
         self._draining: set[RequestState] = set()
+        self._sharing = PrefillSharing(blocks.block_size)
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._max_num_seqs = max_num_seqs
         self._releases: list[Release] = []
@@ -126,8 +131,7 @@ class Scheduler:
         for request in prefills:
             if draft.budget and request.status is Status.RUNNING:
                 self._schedule_prefill(draft, request)
-        while draft.budget and self._waiting and self._free_slots and self._admit_next(draft):
-            pass
+        self._schedule_waiting(draft)
         return self._step(draft) if draft.rows else None
 
     def schedule_releases(self) -> ScheduledStep:
@@ -147,13 +151,24 @@ class Scheduler:
 
     def publish(self, request: RequestState, num_settled: int) -> None:
         """Share the full blocks among the first ``num_settled`` computed and settled tokens of a request."""
-        if not self._prefix_caching:
+        if not (self._prefix_caching and request.publishes):
             return
         size = self.blocks.block_size
         while (request.num_published_blocks + 1) * size <= num_settled:
             index = request.num_published_blocks
             self.blocks.publish(request.block_ids[index], request.block_hash(index, size))
+            self._sharing.keep(request, index)
             request.num_published_blocks += 1
+
+    def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; gives how many blocks held one.
+
+        Running requests keep their blocks. Nothing that was computed before is found again, nor what they build on it.
+        """
+        for request in (*self._running, *self._draining):
+            self._sharing.withdraw(request)
+            request.publishes = False
+        return self.blocks.reset_prefix_cache()
 
     def reclaim(self, request: RequestState) -> None:
         """Free the blocks of a request without a slot once none of its rows is in flight."""
@@ -183,6 +198,8 @@ class Scheduler:
         slots = sorted([*self._free_slots, *(request.slot for request in self._running)])
         if slots != list(range(self._max_num_seqs)):
             raise IntegrityError(f"slots free or in use are {slots}, expected each of {self._max_num_seqs} once")
+        if not self._sharing.leaders() <= set(self._running):
+            raise IntegrityError("a prefix is awaited of a request without a slot")
         for request in self._waiting:
             if request.block_ids and request not in self._draining:
                 raise IntegrityError(f"request {request.uid} waits and holds blocks")
@@ -251,43 +268,66 @@ class Scheduler:
         self._leave_slot(request)
         insort(self._waiting, request, key=order)
 
-    def _admit_next(self, draft: _Draft) -> bool:
-        request = self._waiting[0]
-        # Nobody passes the first in the queue, else the blocks it waits for would go to others for ever.
-        if request.num_in_flight_rows:
-            return False
+    def _schedule_waiting(self, draft: _Draft) -> None:
+        """Admit waiting requests, in order."""
+        # Kept for those that wait for a prefix: passing them must not cost them their place.
+        num_kept_slots = num_kept_blocks = index = 0
+        while draft.budget and index < len(self._waiting) and num_kept_slots < len(self._free_slots):
+            request = self._waiting[index]
+            # Nobody passes a request that lacks room, else the blocks it waits for would go to others for ever.
+            if request.num_in_flight_rows:
+                return
+            cached = self._cached_prefix(request)
+            if request.awaited is not None:
+                num_own_blocks = num_blocks_for(len(request.token_ids), self.blocks.block_size)
+                num_kept_blocks += num_own_blocks - request.awaited.num_blocks + 1
+                num_kept_slots += 1
+                index += 1
+            elif not self._admit(draft, index, cached, num_kept_blocks):
+                return
+
+    def _admit(self, draft: _Draft, index: int, cached: list[int], num_kept_blocks: int) -> bool:
+        request = self._waiting[index]
         num_tokens = len(request.token_ids)
-        cached = self._cached_prefix(request)
         num_cached_tokens = len(cached) * self.blocks.block_size
         if not self._chunked_prefill and num_tokens - num_cached_tokens > draft.budget:
             return False
         missing = num_blocks_for(num_tokens, self.blocks.block_size) - len(cached)
         # One spare block for each running request: they are to grow before the next one is preempted again.
-        if missing + len(self._running) > self.blocks.num_free - self.blocks.num_free_among(cached):
+        num_spare = len(self._running) + num_kept_blocks
+        if missing + num_spare > self.blocks.num_free - self.blocks.num_free_among(cached):
             return False
         self.blocks.share(cached)
         request.block_ids = cached + self.blocks.allocate(missing)
         request.num_published_blocks = len(cached)
         request.num_computed_tokens = num_cached_tokens
+        request.publishes = True
         if not request.was_admitted:
             request.was_admitted = True
             request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
             self.num_prompt_tokens += request.num_prompt_tokens
             self.prefix_cache_queries += num_tokens
             self.prefix_cache_hits += num_cached_tokens
-        self._enter_slot(draft, request)
+        self._enter_slot(draft, index)
+        if self._prefix_caching:
+            self._sharing.promise(request)
         self._schedule_prefill(draft, request)
         return True
 
     def _cached_prefix(self, request: RequestState) -> list[int]:
+        """Give the blocks that a waiting request can share; none while it waits for more of them."""
         if not self._prefix_caching or request.wants_prompt_logprobs:
             return []
+        if request.awaited is not None and request.awaited.is_pending:
+            return []
         # At least the last token is computed: its logits choose the next one.
-        num_full_blocks = (len(request.token_ids) - 1) // self.blocks.block_size
-        return self.blocks.match(request.block_hash(index, self.blocks.block_size) for index in range(num_full_blocks))
+        size = self.blocks.block_size
+        num_full = (len(request.token_ids) - 1) // size
+        cached = self.blocks.match(request.block_hash(index, size) for index in range(num_full))
+        return [] if self._sharing.is_worth_waiting(request, len(cached), num_full) else cached
 
-    def _enter_slot(self, draft: _Draft, request: RequestState) -> None:
-        del self._waiting[0]
+    def _enter_slot(self, draft: _Draft, index: int) -> None:
+        request = self._waiting.pop(index)
         request.status = Status.RUNNING
         request.slot = self._free_slots.pop()
         request.epoch = self._num_epochs
@@ -308,6 +348,7 @@ class Scheduler:
     def _leave_slot(self, request: RequestState) -> None:
         # The next plan carries the release before it can admit another, so the slot counts as free at once.
         self._remove(self._running, request)
+        self._sharing.withdraw(request)
         self._releases.append(Release(request.slot, request.epoch))
         self._free_slots.append(request.slot)
         if request.num_in_flight_rows:

@@ -43,6 +43,7 @@ class ResolvedConfig:
     prefix_caching: bool
     chunked_prefill: bool
     lora: bool
+    priority_ageing_seconds: float
     warnings: tuple[str, ...]
     """What fell back; to be logged once."""
 
@@ -94,6 +95,7 @@ def resolve(config: EngineConfig, plugin: RunnerPlugin) -> ResolvedConfig:
             enforce_eager=config.enforce_eager,
             options=_options(config, plugin),
         ),
+        priority_ageing_seconds=config.priority_ageing_seconds,
         async_effective=max_in_flight > 1,
         adaptive_depth=config.adaptive_depth,
         prefix_caching=prefix_caching,
@@ -119,7 +121,7 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
         info = runner.load(progress)
         _check_prefill(resolved, info, plugin)
         progress("profiling", 0, 1)
-        num_blocks = _num_blocks(runner.profile(), plugin)
+        num_blocks = _num_blocks(runner.profile(), config, plugin)
         progress("profiling", 1, 1)
         max_model_len = _max_model_len(config, info, num_blocks)
         runner.init_kv_cache(num_blocks)
@@ -136,6 +138,7 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        priority_ageing_seconds=resolved.priority_ageing_seconds,
         max_in_flight=config.max_in_flight,
         adaptive_depth=resolved.adaptive_depth,
         prefix_caching=resolved.prefix_caching,
@@ -261,15 +264,15 @@ def _check_prefill(resolved: ResolvedConfig, info: ModelInfo, plugin: RunnerPlug
         )
 
 
-def _num_blocks(budget: KVBudget, plugin: RunnerPlugin) -> int:
+def _num_blocks(budget: KVBudget, config: RunnerConfig, plugin: RunnerPlugin) -> int:
     num_blocks = budget.available_bytes // budget.bytes_per_block
     if budget.max_num_blocks is not None:
         num_blocks = min(num_blocks, budget.max_num_blocks)
     if num_blocks < 1:
         raise ConfigurationError(
             f"runner {plugin.name!r} has {budget.available_bytes} bytes for the KV cache, but one block takes "
-            f"{budget.bytes_per_block}; raise --memory-utilization or --kv-cache-memory-bytes, or lower "
-            "--max-num-batched-tokens"
+            f"{budget.bytes_per_block}; {_more_memory(config)}"
+            + ("" if config.memory_bytes is not None else ", or lower --max-num-batched-tokens")
         )
     return num_blocks
 
@@ -280,10 +283,16 @@ def _max_model_len(config: RunnerConfig, info: ModelInfo, num_blocks: int) -> in
     if info.max_model_len <= most:
         return info.max_model_len
     blocks = f"the KV cache of {num_blocks} blocks of {config.block_size} tokens holds {most} tokens of one request"
+def _more_memory(config: RunnerConfig) -> str:
+    """Say how the KV cache gets larger. A size that was given is not the result of any other option."""
+    if config.memory_bytes is not None:
+        return f"raise --kv-cache-memory-bytes, which is {config.memory_bytes}"
+    return "raise --memory-utilization, or set --kv-cache-memory-bytes"
+
+
     if config.max_model_len is not None:
         raise ConfigurationError(
-            f"{blocks}, but --max-model-len is {config.max_model_len}; lower it, or raise --kv-cache-memory-bytes or "
-            "--memory-utilization"
+            f"{blocks}, but --max-model-len is {config.max_model_len}; lower it, or {_more_memory(config)}"
         )
     logger.warning("%s: max_model_len is lowered to that from the model's %d", blocks, info.max_model_len)
     return most

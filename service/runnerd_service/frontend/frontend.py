@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -279,7 +280,9 @@ class Frontend:
         ongoing = OngoingRequest(lambda error: self._fail(live, error))
         for index in range(request.n):
             uid = self._live.open_output(live, num_prompt_tokens)
-            self._engine.add(ongoing, request.add_request(uid, index), self._sink(uid, stream, index))
+            self._engine.add(
+                ongoing, request.add_request(uid, index, time.monotonic_ns()), self._sink(uid, stream, index)
+            )
         logger.debug("request %s: %d prompt tokens", live.request_id, num_prompt_tokens)
         return stream
 

@@ -57,8 +57,8 @@ class PreparedRequest:
         """The request's seed."""
         return self.sampling.seed
 
-    def add_request(self, uid: int, index: int) -> AddRequest:
-        """Give the engine's request for output ``index``."""
+    def add_request(self, uid: int, index: int, arrival_ns: int = 0) -> AddRequest:
+        """Give the engine's request for output ``index``, which came at ``arrival_ns`` of ``time.monotonic_ns``."""
         sampling = self.sampling
         if index:
             # The prompt's records are the same for all outputs: only the first brings them.
@@ -72,6 +72,7 @@ class PreparedRequest:
             eos_token_ids=self.eos_token_ids,
             stop_token_ids=self.stop_token_ids,
             priority=self.priority,
+            arrival_ns=arrival_ns,
             cache_salt=self.cache_salt,
         )
 
