@@ -136,6 +136,7 @@ ENTRIES: Mapping[str, Effect | Refused] = {
     "output.prompt_logprobs": Effect({"output": {"prompt_logprobs": 1}}),
     "output.include_prompt": Effect({"output": {"include_prompt": True}}),
     "output.skip_special_tokens": Effect({"output": {"skip_special_tokens": False}}, EOS_AT_ONCE),
+    "output.pooling": Refused({"output": {"pooling": "POOLING_MEAN"}}),
     "guided_decoding.json_schema": Refused({"guided_decoding": {"json_schema": "{}"}}),
     "guided_decoding.json_object": Refused({"guided_decoding": {"json_object": True}}),
     "guided_decoding.regex": Refused({"guided_decoding": {"regex": "a+"}}),

@@ -48,6 +48,7 @@ OPTIONS: GenerateOptions = {
     "include_prompt": False,
     "skip_special_tokens": False,
     "stream_mode": "cumulative",
+    "pooling": "mean",
     "guided_decoding": pb.GuidedDecoding(regex="a+"),
 }
 

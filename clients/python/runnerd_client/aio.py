@@ -145,6 +145,11 @@ class AsyncClient:
         request = server_pb2.CaptureTraceRequest(duration=duration(seconds))
         return await self._call(self._server.CaptureTrace, request, timeout)
 
+    async def reset_prefix_cache(self, *, timeout: float | None = None) -> int:
+        """Forget all cached prefixes; gives how many KV blocks held one. Live requests go on."""
+        request = server_pb2.ResetPrefixCacheRequest()
+        return (await self._call(self._server.ResetPrefixCache, request, timeout)).num_blocks
+
     async def _call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None
     ) -> _Response:

@@ -149,6 +149,11 @@ class Client:
         request = server_pb2.CaptureTraceRequest(duration=duration(seconds))
         return self._call(self._server.CaptureTrace, request, timeout)
 
+    def reset_prefix_cache(self, *, timeout: float | None = None) -> int:
+        """Forget all cached prefixes; gives how many KV blocks held one. Live requests go on."""
+        request = server_pb2.ResetPrefixCacheRequest()
+        return self._call(self._server.ResetPrefixCache, request, timeout).num_blocks
+
     def _call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None
     ) -> _Response:

@@ -65,6 +65,7 @@ class GenerateOptions(TypedDict, total=False):
     include_prompt: bool | None
     skip_special_tokens: bool | None
     stream_mode: Literal["delta", "cumulative"] | None
+    pooling: Literal["last", "mean", "cls"] | None
     guided_decoding: pb.GuidedDecoding | None
 
 
@@ -73,6 +74,7 @@ _TRUNCATION = {
     "left": pb.TRUNCATION_SIDE_LEFT,
     "right": pb.TRUNCATION_SIDE_RIGHT,
 }
+_POOLING = {"last": pb.POOLING_LAST, "mean": pb.POOLING_MEAN, "cls": pb.POOLING_CLS}
 _STREAM_MODE = {"delta": pb.STREAM_MODE_DELTA, "cumulative": pb.STREAM_MODE_CUMULATIVE}
 
 
@@ -211,6 +213,9 @@ def _output(options: GenerateOptions) -> pb.OutputOptions:
     stream_mode = options.get("stream_mode")
     if stream_mode is not None and stream_mode not in _STREAM_MODE:
         raise ValueError(f"expected one of {', '.join(_STREAM_MODE)}")
+    pooling = options.get("pooling")
+    if pooling is not None and pooling not in _POOLING:
+        raise ValueError(f"expected one of {', '.join(_POOLING)}")
     return pb.OutputOptions(
         n=options.get("n"),
         text=options.get("text"),
@@ -220,6 +225,7 @@ def _output(options: GenerateOptions) -> pb.OutputOptions:
         include_prompt=options.get("include_prompt"),
         skip_special_tokens=options.get("skip_special_tokens"),
         stream_mode=None if stream_mode is None else _STREAM_MODE[stream_mode],
+        pooling=None if pooling is None else _POOLING[pooling],
     )
 
 

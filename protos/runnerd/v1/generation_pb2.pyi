@@ -53,6 +53,34 @@ TRUNCATION_SIDE_RIGHT: TruncationSide.ValueType  # 3
 """Remove the end."""
 Global___TruncationSide: typing_extensions.TypeAlias = TruncationSide
 
+class _Pooling:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PoolingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """Same as none."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """That of the last token."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """Their mean."""
+    POOLING_CLS: _Pooling.ValueType  # 3
+    """That of the first token."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How hidden states become one vector."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""Same as none."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""That of the last token."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""Their mean."""
+POOLING_CLS: Pooling.ValueType  # 3
+"""That of the first token."""
+Global___Pooling: typing_extensions.TypeAlias = Pooling
+
 class _StreamMode:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -561,6 +589,7 @@ class OutputOptions(google.protobuf.message.Message):
     INCLUDE_PROMPT_FIELD_NUMBER: builtins.int
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: builtins.int
     STREAM_MODE_FIELD_NUMBER: builtins.int
+    POOLING_FIELD_NUMBER: builtins.int
     n: builtins.int
     """Number of outputs, each with a seed of its own derived from the request's. Range: 1 to the server's max_n. Default: 1."""
     text: builtins.bool
@@ -579,6 +608,8 @@ class OutputOptions(google.protobuf.message.Message):
     """Leave special tokens (EOS, turn markers) out of the text. Default: true."""
     stream_mode: Global___StreamMode.ValueType
     """Whether each streamed message holds what is new, or all so far. Default: delta."""
+    pooling: Global___Pooling.ValueType
+    """Return a vector pooled from the prompt's last hidden states, beside the tokens. Default: none."""
     def __init__(
         self,
         *,
@@ -590,15 +621,18 @@ class OutputOptions(google.protobuf.message.Message):
         include_prompt: builtins.bool | None = ...,
         skip_special_tokens: builtins.bool | None = ...,
         stream_mode: Global___StreamMode.ValueType | None = ...,
+        pooling: Global___Pooling.ValueType | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_include_prompt", b"_include_prompt", "_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_stream_mode", b"_stream_mode", "_text", b"_text", "_tokens", b"_tokens", "include_prompt", b"include_prompt", "logprobs", b"logprobs", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "stream_mode", b"stream_mode", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_include_prompt", b"_include_prompt", "_logprobs", b"_logprobs", "_n", b"_n", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_stream_mode", b"_stream_mode", "_text", b"_text", "_tokens", b"_tokens", "include_prompt", b"include_prompt", "logprobs", b"logprobs", "n", b"n", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "stream_mode", b"stream_mode", "text", b"text", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_include_prompt", b"_include_prompt", "_logprobs", b"_logprobs", "_n", b"_n", "_pooling", b"_pooling", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_stream_mode", b"_stream_mode", "_text", b"_text", "_tokens", b"_tokens", "include_prompt", b"include_prompt", "logprobs", b"logprobs", "n", b"n", "pooling", b"pooling", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "stream_mode", b"stream_mode", "text", b"text", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_include_prompt", b"_include_prompt", "_logprobs", b"_logprobs", "_n", b"_n", "_pooling", b"_pooling", "_prompt_logprobs", b"_prompt_logprobs", "_skip_special_tokens", b"_skip_special_tokens", "_stream_mode", b"_stream_mode", "_text", b"_text", "_tokens", b"_tokens", "include_prompt", b"include_prompt", "logprobs", b"logprobs", "n", b"n", "pooling", b"pooling", "prompt_logprobs", b"prompt_logprobs", "skip_special_tokens", b"skip_special_tokens", "stream_mode", b"stream_mode", "text", b"text", "tokens", b"tokens"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_include_prompt", b"_include_prompt"]) -> typing.Literal["include_prompt"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_logprobs", b"_logprobs"]) -> typing.Literal["logprobs"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_n", b"_n"]) -> typing.Literal["n"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_pooling", b"_pooling"]) -> typing.Literal["pooling"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
     @typing.overload

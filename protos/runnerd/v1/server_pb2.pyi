@@ -525,3 +525,33 @@ class CaptureTraceResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["num_dropped_steps", b"num_dropped_steps", "num_steps", b"num_steps", "trace_json", b"trace_json"]) -> None: ...
 
 Global___CaptureTraceResponse: typing_extensions.TypeAlias = CaptureTraceResponse
+
+@typing.final
+class ResetPrefixCacheRequest(google.protobuf.message.Message):
+    """No fields."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+Global___ResetPrefixCacheRequest: typing_extensions.TypeAlias = ResetPrefixCacheRequest
+
+@typing.final
+class ResetPrefixCacheResponse(google.protobuf.message.Message):
+    """What was forgotten."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
+    num_blocks: builtins.int
+    """KV blocks that held a cached prefix."""
+    def __init__(
+        self,
+        *,
+        num_blocks: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["num_blocks", b"num_blocks"]) -> None: ...
+
+Global___ResetPrefixCacheResponse: typing_extensions.TypeAlias = ResetPrefixCacheResponse

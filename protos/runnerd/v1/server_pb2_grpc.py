@@ -131,6 +131,11 @@ class ServerServiceStub(object):
                 request_serializer=runnerd_dot_v1_dot_server__pb2.CaptureTraceRequest.SerializeToString,
                 response_deserializer=runnerd_dot_v1_dot_server__pb2.CaptureTraceResponse.FromString,
                 _registered_method=True)
+        self.ResetPrefixCache = channel.unary_unary(
+                '/runnerd.v1.ServerService/ResetPrefixCache',
+                request_serializer=runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheRequest.SerializeToString,
+                response_deserializer=runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheResponse.FromString,
+                _registered_method=True)
 
 
 class ServerServiceServicer(object):
@@ -166,6 +171,14 @@ class ServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ResetPrefixCache(self, request, context):
+        """Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
+        that was computed before is found again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -188,6 +201,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.CaptureTrace,
                     request_deserializer=runnerd_dot_v1_dot_server__pb2.CaptureTraceRequest.FromString,
                     response_serializer=runnerd_dot_v1_dot_server__pb2.CaptureTraceResponse.SerializeToString,
+            ),
+            'ResetPrefixCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.ResetPrefixCache,
+                    request_deserializer=runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheRequest.FromString,
+                    response_serializer=runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -299,6 +317,33 @@ class ServerService(object):
             '/runnerd.v1.ServerService/CaptureTrace',
             runnerd_dot_v1_dot_server__pb2.CaptureTraceRequest.SerializeToString,
             runnerd_dot_v1_dot_server__pb2.CaptureTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ResetPrefixCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/runnerd.v1.ServerService/ResetPrefixCache',
+            runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheRequest.SerializeToString,
+            runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -147,7 +147,23 @@ _ServerServiceCaptureTraceType = typing_extensions.TypeVar(
     ],
 )
 
-class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerServiceGetLoadType, _ServerServiceListRunnersType, _ServerServiceCaptureTraceType]):
+_ServerServiceResetPrefixCacheType = typing_extensions.TypeVar(
+    '_ServerServiceResetPrefixCacheType',
+    grpc.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.ResetPrefixCacheRequest,
+        runnerd.v1.server_pb2.ResetPrefixCacheResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.ResetPrefixCacheRequest,
+        runnerd.v1.server_pb2.ResetPrefixCacheResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.ResetPrefixCacheRequest,
+        runnerd.v1.server_pb2.ResetPrefixCacheResponse,
+    ],
+)
+
+class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerServiceGetLoadType, _ServerServiceListRunnersType, _ServerServiceCaptureTraceType, _ServerServiceResetPrefixCacheType]):
     """The server."""
 
     @typing.overload
@@ -167,6 +183,10 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
         grpc.UnaryUnaryMultiCallable[
             runnerd.v1.server_pb2.CaptureTraceRequest,
             runnerd.v1.server_pb2.CaptureTraceResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            runnerd.v1.server_pb2.ResetPrefixCacheRequest,
+            runnerd.v1.server_pb2.ResetPrefixCacheResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -188,6 +208,10 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
             runnerd.v1.server_pb2.CaptureTraceRequest,
             runnerd.v1.server_pb2.CaptureTraceResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            runnerd.v1.server_pb2.ResetPrefixCacheRequest,
+            runnerd.v1.server_pb2.ResetPrefixCacheResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetServerInfo: _ServerServiceGetServerInfoType
@@ -202,6 +226,11 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
     CaptureTrace: _ServerServiceCaptureTraceType
     """Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
     caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+    """
+
+    ResetPrefixCache: _ServerServiceResetPrefixCacheType
+    """Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
+    that was computed before is found again.
     """
 
 ServerServiceAsyncStub: typing_extensions.TypeAlias = ServerServiceStub[
@@ -220,6 +249,10 @@ ServerServiceAsyncStub: typing_extensions.TypeAlias = ServerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         runnerd.v1.server_pb2.CaptureTraceRequest,
         runnerd.v1.server_pb2.CaptureTraceResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.ResetPrefixCacheRequest,
+        runnerd.v1.server_pb2.ResetPrefixCacheResponse,
     ],
 ]
 
@@ -258,6 +291,16 @@ class ServerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[runnerd.v1.server_pb2.CaptureTraceResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.CaptureTraceResponse]]:
         """Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
         caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+        """
+
+    @abc.abstractmethod
+    def ResetPrefixCache(
+        self,
+        request: runnerd.v1.server_pb2.ResetPrefixCacheRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[runnerd.v1.server_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.ResetPrefixCacheResponse]]:
+        """Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
+        that was computed before is found again.
         """
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from runnerd_service.cli import check_runner, exit_codes, generate, inspect, serve, trace
+from runnerd_service.cli import check_runner, exit_codes, generate, inspect, reset_prefix_cache, serve, trace
 from runnerd_service.cli.connection import CallFailed
 from runnerd_service.errors import ConfigurationError, EngineStartFailed, RunnerdError
 from runnerd_spi import (
@@ -62,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_parser(commands)
     inspect.add_parsers(commands)
     trace.add_parser(commands)
+    reset_prefix_cache.add_parser(commands)
     check_runner.add_parser(commands)
     return parser
 

@@ -222,6 +222,18 @@ class Frontend:
         self._require_model(accepts_work=False)
         return await self._traces.capture(self._engine.client, seconds)
 
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes; gives how many KV blocks held one. Live requests go on with the blocks they have.
+
+        Raises:
+            NotReady: The model loads or is gone, or the engine is being restarted.
+            EngineFailed: The engine failed meanwhile; the next one starts with an empty cache.
+        """
+        self._require_model(accepts_work=False)
+        num_blocks = int(await self._engine.client.call("reset_prefix_cache"))
+        logger.info("the prefix cache was reset: %d blocks held a prefix", num_blocks)
+        return num_blocks
+
     async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 # requests are ended, the wait is not cancelled
         """Refuse new requests and wait for the live ones; give whether all ended by themselves.
 

@@ -56,6 +56,8 @@ class Generation:
     include_prompt: bool | None = None
     skip_special_tokens: bool | None = None
     cumulative: bool = False
+    pooling: str | None = None
+    """How hidden states become a vector, when one was asked for."""
     guide: str | None = None
     """Name of the guide's kind (``json_schema``, ``regex``, ...) when guided decoding was asked for."""
     priority: int | None = None

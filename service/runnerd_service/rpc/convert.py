@@ -32,6 +32,12 @@ _CUMULATIVE: Mapping[int, bool] = {
     generation_pb2.STREAM_MODE_DELTA: False,
     generation_pb2.STREAM_MODE_CUMULATIVE: True,
 }
+_POOLING: Mapping[int, str | None] = {
+    generation_pb2.POOLING_UNSPECIFIED: None,
+    generation_pb2.POOLING_LAST: "last",
+    generation_pb2.POOLING_MEAN: "mean",
+    generation_pb2.POOLING_CLS: "cls",
+}
 
 
 def to_generation(request: generation_pb2.GenerateRequest) -> Generation:
@@ -76,6 +82,7 @@ def to_generation(request: generation_pb2.GenerateRequest) -> Generation:
         include_prompt=_optional(output, "include_prompt", output.include_prompt),
         skip_special_tokens=_optional(output, "skip_special_tokens", output.skip_special_tokens),
         cumulative=_enum("output.stream_mode", output.stream_mode, _CUMULATIVE, False, violations),
+        pooling=_enum("output.pooling", output.pooling, _POOLING, None, violations),
         guide=_guide(request, violations),
         priority=_optional(request, "priority", request.priority),
         model=_optional(request, "model", request.model),

@@ -235,3 +235,9 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         return server_pb2.CaptureTraceResponse(
             trace_json=trace.trace_json, num_steps=trace.num_steps, num_dropped_steps=trace.num_dropped_steps
         )
+
+    async def ResetPrefixCache(
+        self, request: server_pb2.ResetPrefixCacheRequest, context: _Context
+    ) -> server_pb2.ResetPrefixCacheResponse:
+        """Forget the cached prefixes."""
+        return server_pb2.ResetPrefixCacheResponse(num_blocks=await self._frontend.reset_prefix_cache())
