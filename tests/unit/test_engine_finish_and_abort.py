@@ -258,7 +258,7 @@ def test_a_request_that_arrives_while_another_runs_joins_the_next_step() -> None
     with recorded(2, script="abcdefgh") as (engine, runner):
         engine.add(request(1, 8))
         engine.step()
-        engine.add(request(2, 8))
+        engine.add(request(2, 8, prompt="other"))
         engine.step()
         assert len(runner.plans[-1].rows) == 2
 

@@ -60,7 +60,12 @@ def test_every_test_that_a_row_names_exists() -> None:
 @pytest.mark.parametrize("runner", RUNNERS, ids=lambda one: one.name)
 def test_who_serves_a_field_is_what_the_runners_say(runner: RunnerPlugin) -> None:
     support = capability_map(runner.capabilities)
-    named = {"guided_decoding": "guided_decoding", "adapter": "lora", "chat.messages.parts.image_url": "multimodal"}
+    named = {
+        "guided_decoding": "guided_decoding",
+        "adapter": "lora",
+        "output.pooling": "embeddings",
+        "chat.messages.parts.image_url": "multimodal",
+    }
     checked = set()
     for field, served, _ in rows():
         assert served in ("all", "none"), field

@@ -200,7 +200,7 @@ class _Checker:
         if g.beam_width not in (None, 1):
             self._unserved("sampling.beam_width", "beam search is served by no runner; use output.n and logprobs")
         if g.pooling is not None:
-            self._unserved("output.pooling", "pooled vectors (embeddings) are served by no runner; leave it out")
+            self._violations.add("output.pooling", not_served(self._served.runner, "embeddings"))
         if g.guide is not None:
             self._violations.add(f"guided_decoding.{g.guide}", not_served(self._served.runner, "guided_decoding"))
         if g.adapter is not None:
