@@ -3,8 +3,8 @@
 idle: the simulated device at 3 ms a step, the host busy for 0.8 of that: how long the device waits for the host.
 tpot: the host's own cost H beside a device time D chosen so that H is as large a share of a synchronous step as in two
 published measurements of an accelerator: time per output token (TPOT), to be D when steps overlap.
-cpu: a real model on the CPU. Host and device share its cores, so less than H can be hidden.
-host: H by phase. ``execute_model`` is the runner's part, all others are the engine's.
+cpu: a real model on the CPU. Host and device share its cores, so less than H can be hidden; "2, adapts" is the default.
+host: H by phase, on one core. ``execute_model`` is the runner's part, all others are the engine's.
 
 Figures are medians over the repetitions. Requests are greedy, none comes or goes while it is measured.
 """
@@ -18,7 +18,8 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from common import machine, save, table
@@ -35,6 +36,8 @@ IDLE_HOST_SHARE = 0.8
 TPOT_BATCH = 48
 PHASES = ("drain", "schedule", "execute", "settle", "send")
 Measured = dict[str, Any]
+Depth = int | str
+"""Steps in flight, or a text that begins with them."""
 
 
 def sim(max_num_seqs: int, step_seconds: float) -> EngineConfig:
@@ -45,11 +48,11 @@ def sim(max_num_seqs: int, step_seconds: float) -> EngineConfig:
 
 def take_turns(
     config: EngineConfig, depths: Sequence[int], repetitions: int, run: Callable[[Loop], Run]
-) -> dict[int, list[Run]]:
+) -> dict[Depth, list[Run]]:
     """Run each depth once per repetition; the first is the warm-up."""
-    runs: dict[int, list[Run]] = {depth: [] for depth in depths}
+    runs: dict[Depth, list[Run]] = {depth: [] for depth in depths}
     with contextlib.ExitStack() as stack:
-        loops = {depth: stack.enter_context(Loop(depth, config)) for depth in depths}
+        loops: dict[Depth, Loop] = {depth: stack.enter_context(Loop(depth, config)) for depth in depths}
         for repetition in range(-1, repetitions):
             for depth, loop in in_turn(loops, repetition):
                 one = run(loop)
@@ -58,7 +61,7 @@ def take_turns(
     return runs
 
 
-def in_turn(loops: dict[int, Loop], repetition: int) -> list[tuple[int, Loop]]:
+def in_turn(loops: Mapping[Depth, Loop], repetition: int) -> list[tuple[Depth, Loop]]:
     """Give the loops, backwards every second time: a machine that slows down must not favour those that come first."""
     order = list(loops.items())
     return order if repetition % 2 == 0 else order[::-1]
@@ -67,6 +70,12 @@ def in_turn(loops: dict[int, Loop], repetition: int) -> list[tuple[int, Loop]]:
 def median(values: Sequence[float]) -> float:
     """Give the median, rounded to what a reader can use."""
     return round(statistics.median(values), 4)
+
+
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Give the bounds of the middle half: a difference inside of what it spans is noise."""
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    return round(low, 4), round(high, 4)
 
 
 def busy_wait(seconds: float) -> Callable[[], None]:
@@ -108,7 +117,7 @@ def measure_idle(depths: Sequence[int], steps: int, repetitions: int) -> Measure
     }
 
 
-def compare(runs: dict[int, list[Run]]) -> Measured:
+def compare(runs: Mapping[Depth, list[Run]]) -> Measured:
     """Compare each depth with depth 1, repetition by repetition."""
     sync = runs[1]
     host_ms = [run.tpot_ms - run.device_ms for run in sync]
@@ -121,10 +130,12 @@ def compare(runs: dict[int, list[Run]]) -> Measured:
     for depth, each in runs.items():
         pairs = list(zip(sync, each, strict=True))
         hidden = [(a.tpot_ms - b.tpot_ms) / h for (a, b), h in zip(pairs, host_ms, strict=True)]
+        gains = [100 * (1 - b.tpot_ms / a.tpot_ms) for a, b in pairs]
         result["depths"][str(depth)] = {
             "tpot_ms": median([run.tpot_ms for run in each]),
             "device_ms": median([run.device_ms for run in each]),
-            "gain_percent": median([100 * (1 - b.tpot_ms / a.tpot_ms) for a, b in pairs]),
+            "gain_percent": median(gains),
+            "gain_percent_quartiles": quartiles(gains),
             "hidden_percent_of_host": median([100 * one for one in hidden]),
             "idle_percent": median([run.idle_share for run in each]),
             "other_busy_cores": median([run.other_busy_cores for run in each]),
@@ -151,7 +162,9 @@ def measure_tpot(depths: Sequence[int], most_steps: int, repetitions: int, secon
     return results
 
 
-def measure_cpu(arguments: argparse.Namespace, repetitions: int, run_seconds: float, seconds: float) -> Measured:
+def measure_cpu(
+    arguments: argparse.Namespace, repetitions: int, warm_up_steps: int, run_seconds: float, seconds: float
+) -> Measured:
     """Measure TPOT of a real model; a run takes ``run_seconds`` or so, after ``seconds`` no further one is begun."""
     config = EngineConfig(
         "cpu",
@@ -164,11 +177,16 @@ def measure_cpu(arguments: argparse.Namespace, repetitions: int, run_seconds: fl
     )
     results: Measured = {}
     with contextlib.ExitStack() as stack:
-        loops = {depth: stack.enter_context(Loop(depth, config)) for depth in (1, 2)}
+        fixed = replace(config, adaptive_depth=False)
+        loops: dict[Depth, Loop] = {
+            1: stack.enter_context(Loop(1, fixed)),
+            2: stack.enter_context(Loop(2, fixed)),
+            "2, adapts": stack.enter_context(Loop(2, config)),
+        }
         end = time.perf_counter() + seconds
         for batch in arguments.cpu_batches:
-            runs: dict[int, list[Run]] = {depth: [] for depth in loops}
-            steps = 3  # of the first repetition, which is the warm-up
+            runs: dict[Depth, list[Run]] = {depth: [] for depth in loops}
+            steps = warm_up_steps  # of the first repetition
             for repetition in range(-1, repetitions):
                 if time.perf_counter() > end:
                     break
@@ -178,7 +196,7 @@ def measure_cpu(arguments: argparse.Namespace, repetitions: int, run_seconds: fl
                     continue
                 for depth, run in latest.items():
                     runs[depth].append(run)
-            if runs[1]:
+            if len(runs[1]) > 1:
                 done = {"steps": steps, "repetitions": len(runs[1]), "threads": arguments.threads}
                 results[str(batch)] = done | compare(runs)
             else:
@@ -186,11 +204,25 @@ def measure_cpu(arguments: argparse.Namespace, repetitions: int, run_seconds: fl
     return results
 
 
+@contextlib.contextmanager
+def one_core() -> Iterator[None]:
+    """Keep this thread, and those that it starts, on one core."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
 def measure_host(batches: Sequence[int], steps: int, repetitions: int) -> Measured:
     """Measure the host's cost of a step by phase, in microseconds."""
     results: Measured = {}
     for batch in batches:
-        runs = take_turns(sim(batch, 0.0), [1], repetitions, lambda loop, n=batch: loop.run(n, steps))[1]
+        # On one core: the simulated device is a thread that reads the engine's own objects. From another core it would
+        # make the engine wait for their cache lines, which no device does that gets its step as a packed copy.
+        with one_core():
+            runs = take_turns(sim(batch, 0.0), [1], repetitions, lambda loop, n=batch: loop.run(n, steps))[1]
         phases = {name: median([run.phase_us(name) for run in runs]) for name in PHASES}
         engine = sum(value for name, value in phases.items() if name != "execute")
         sums = {
@@ -214,7 +246,8 @@ def report(result: Measured) -> str:
     header = ["steps in flight", "device ms", "TPOT ms", "idle % (median)", "idle % (all)", "others' cores"]
     title = f"Idle device, host busy for 0.8 of a step, {idle['steps']} steps"
     parts.append(f"{title}:\n\n{table(header, format_rows(rows))}")
-    header = ["", "host share %", "steps in flight", "device ms", "TPOT ms", "gain %", "of H hidden %", "idle %"]
+    header = ["", "host share %", "steps in flight", "device ms", "TPOT ms"]
+    header += ["gain %", "middle half of gains", "of H hidden %", "idle %"]
     for title, key in (("TPOT, simulated device, batch 48", "tpot"), ("TPOT, SmolLM2-135M on the CPU", "cpu")):
         if key in result:
             rows = [row for name, one in result[key].items() for row in comparison_rows(key, name, one)]
@@ -234,7 +267,8 @@ def comparison_rows(key: str, name: str, result: Measured) -> list[list[object]]
         sync = depth == "1"
         row: list[object] = [label if sync else "", result["host_share_percent"] if sync else "", depth]
         row += [one["device_ms"], one["tpot_ms"]]
-        row += ["", ""] if sync else [one["gain_percent"], one["hidden_percent_of_host"]]
+        low, high = one["gain_percent_quartiles"]
+        row += [""] * 3 if sync else [one["gain_percent"], f"{low:.2f} to {high:.2f}", one["hidden_percent_of_host"]]
         rows.append([*row, one["idle_percent"]])
     return rows
 
@@ -270,7 +304,7 @@ def main() -> None:
     print("tpot: done", file=sys.stderr, flush=True)
     result["host"] = measure_host(arguments.batches, steps, min(3, repetitions))
     if not arguments.skip_cpu:
-        result["cpu"] = measure_cpu(arguments, repetitions, *((0.5, 15) if arguments.quick else (3.0, 240)))
+        result["cpu"] = measure_cpu(arguments, repetitions, *((3, 0.5, 15) if arguments.quick else (40, 3.0, 480)))
     result["seconds"] = round(time.perf_counter() - begin, 1)
     result["load_average_after"] = os.getloadavg()
     print(json.dumps(result, indent=1))

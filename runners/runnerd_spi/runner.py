@@ -47,6 +47,8 @@ class RunnerCapabilities:
     """False when ``model`` may be left out."""
     min_in_flight: int = 1
     """2 on a runner that cannot run synchronously."""
+    shares_host_cores: bool = False
+    """Whether the device is the host's own cores: what the host works while a step runs slows that step down."""
     chunked_prefill: Support = "device"
     prefix_caching: Support = "device"
     temperature: Support = "device"

@@ -29,8 +29,8 @@ class EngineConfig:
     async_execution: AsyncExecution = "auto"
     max_in_flight: int | None = None
     """Depth when asynchronous; None means 2, or what the runner allows. Only with async_execution other than "off"."""
-    adaptive_depth: bool = False
-    """Keep one step in flight where overlapping would gain next to nothing."""
+    adaptive_depth: bool | None = None
+    """Keep one step in flight where overlapping would gain next to nothing; None: where device and host share cores."""
     trust_remote_code: bool = False
     enforce_eager: bool = False
     speculative_model: str | None = None

@@ -13,6 +13,7 @@ from runnerd_service.engine.setup import resolve
 from runnerd_service.errors import ConfigurationError
 from runnerd_sim.plugin import SIM
 from runnerd_spi import ModelRunner, RunnerConfig, StepHandle, StepOutput, StepPlan, StepTimeline
+from runnerd_torch.plugin import CPU
 
 WINDOW = 32
 
@@ -48,9 +49,9 @@ def test_it_falls_to_one_where_little_can_be_hidden_and_rises_again(device: int,
 
 def test_between_the_two_shares_it_stays_where_it_is() -> None:
     clock = Clock(2)
-    assert clock.steps(5 * WINDOW, 935, 65) == 2
+    assert clock.steps(5 * WINDOW, 975, 25) == 2
     clock.steps(WINDOW, 1000, 1)
-    assert clock.steps(5 * WINDOW, 935, 65) == 1
+    assert clock.steps(5 * WINDOW, 975, 25) == 1
 
 
 def test_a_runner_that_tells_no_device_times_overlaps() -> None:
@@ -140,3 +141,12 @@ def test_there_must_be_something_to_adapt() -> None:
         with pytest.raises(ConfigurationError, match=r"--adaptive-depth.*leave the option out"):
             resolve(replace(config, adaptive_depth=True), SIM)
     assert resolve(EngineConfig("sim", adaptive_depth=True), SIM).adaptive_depth
+
+
+def test_unsaid_it_adapts_where_the_device_is_the_hosts_own_cores() -> None:
+    shared = replace(SIM, capabilities=replace(SIM.capabilities, shares_host_cores=True))
+    assert not resolve(EngineConfig("sim"), SIM).adaptive_depth
+    assert resolve(EngineConfig("sim"), shared).adaptive_depth
+    assert not resolve(EngineConfig("sim", async_execution="off"), shared).adaptive_depth
+    assert not resolve(EngineConfig("sim", adaptive_depth=False), shared).adaptive_depth
+    assert CPU.capabilities.shares_host_cores

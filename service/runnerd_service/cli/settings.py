@@ -83,7 +83,12 @@ SETTINGS: tuple[Setting, ...] = (
         "auto|required|off",
     ),
     Setting("max-in-flight", "engine", count(1), "steps that may be unresolved at once", "N"),
-    Setting("adaptive-depth", "engine", boolean, "keep one step in flight where overlapping gains next to nothing"),
+    Setting(
+        "adaptive-depth",
+        "engine",
+        boolean,
+        "keep one step in flight where overlapping gains next to nothing (default: where device and host share cores)",
+    ),
     Setting("trust-remote-code", "engine", boolean, "run code that comes with the model"),
     Setting("enforce-eager", "engine", boolean, "use no compiled or captured graphs"),
     Setting("speculative-model", "engine", text, "draft model of speculative decoding", "MODEL"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 _WINDOW_STEPS = 32
 """Steps between two decisions: enough that one slow step does not turn one."""
 
-_FALL_SHARE, _RISE_SHARE = 0.05, 0.08
+_FALL_SHARE, _RISE_SHARE = 0.02, 0.03
 """Two shares, so that a load between them does not go back and forth."""
 
 
@@ -18,14 +18,15 @@ class AdaptiveDepth:
 
     Args:
         most: Steps in flight when they overlap; where it begins.
+        host_ns: Time that the engine's thread has computed before the first step.
     """
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, host_ns: int = 0) -> None:
         self._most = most
         self._depth = most
         self._num_steps = 0
         self._device_ns = 0
-        self._host_ns = 0
+        self._host_ns = host_ns
 
     @property
     def depth(self) -> int:
@@ -37,7 +38,7 @@ class AdaptiveDepth:
 
         Args:
             device_ns: Time that the device has computed, since the start.
-            host_ns: Time that the host has worked for steps, its waits left out, since the start.
+            host_ns: Time that the engine's thread has computed, since the same moment as the time it began with.
         """
         self._num_steps += 1
         if self._num_steps % _WINDOW_STEPS:

@@ -7,6 +7,7 @@ execution; with more, the device runs step n while the host schedules step n + 1
 from __future__ import annotations
 
 import json
+import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -48,9 +49,9 @@ class EngineLimits:
     prefix_caching: bool = True
     chunked_prefill: bool = True
     lora: bool = False
-
     priority_ageing_seconds: float = 0.0
     """Waiting time that raises a request's priority by one level; 0: it stays what it is."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
@@ -84,10 +85,12 @@ class Engine:
         self._launched: deque[_Launched] = deque()
         # Outputs of requests that ended without a step.
         self._immediate: list[RequestOutput] = []
-        self._adaptive = AdaptiveDepth(limits.max_in_flight) if limits.adaptive_depth else None
+        self._adaptive: AdaptiveDepth | None = None
+        if limits.adaptive_depth:
+            self._adaptive = AdaptiveDepth(limits.max_in_flight, time.thread_time_ns())
         self._num_arrivals = 0
-        self._num_steps = 0
         self._ageing_ns = round(limits.priority_ageing_seconds * 1e9)
+        self._num_steps = 0
         self._num_graph_steps = 0
         self._num_graph_misses = 0
 
@@ -248,7 +251,8 @@ class Engine:
         self._num_graph_misses += timeline.graph == "missed"
         self.timeline.settled(launched.mark, timeline)
         if self._adaptive is not None:
-            self._adaptive.settled(*self.timeline.work_ns())
+            # Processor time: where device and host share cores, elapsed time holds the waits for a core, too.
+            self._adaptive.settled(self.timeline.device_busy_ns, time.thread_time_ns())
 
     def _rejection(self, message: AddRequest) -> str:
         """Say why a request can never be served; empty when it can."""

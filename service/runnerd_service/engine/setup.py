@@ -71,11 +71,6 @@ def resolve(config: EngineConfig, plugin: RunnerPlugin) -> ResolvedConfig:
     max_in_flight = _max_in_flight(config, plugin)
     prefix_caching = config.prefix_caching and capabilities.prefix_caching != "no"
     warnings = []
-    if config.adaptive_depth and max_in_flight == 1:
-        raise ConfigurationError(
-            f"--adaptive-depth: steps of runner {plugin.name!r} do not overlap with one step in flight, so there is "
-            "nothing to adapt; leave the option out, or let 2 or more be in flight"
-        )
     if config.async_execution == "auto" and config.max_in_flight is None and max_in_flight == 1:
         warnings.append(f"runner {plugin.name!r} runs synchronously: it keeps one step in flight at most")
     if config.prefix_caching and not prefix_caching:
@@ -95,12 +90,12 @@ def resolve(config: EngineConfig, plugin: RunnerPlugin) -> ResolvedConfig:
             enforce_eager=config.enforce_eager,
             options=_options(config, plugin),
         ),
-        priority_ageing_seconds=config.priority_ageing_seconds,
         async_effective=max_in_flight > 1,
-        adaptive_depth=config.adaptive_depth,
+        adaptive_depth=_adaptive_depth(config, plugin, max_in_flight),
         prefix_caching=prefix_caching,
         chunked_prefill=capabilities.chunked_prefill != "no",
         lora=capabilities.lora != "no",
+        priority_ageing_seconds=config.priority_ageing_seconds,
         warnings=tuple(warnings),
     )
 
@@ -138,14 +133,25 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
         block_size=config.block_size,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        priority_ageing_seconds=resolved.priority_ageing_seconds,
         max_in_flight=config.max_in_flight,
         adaptive_depth=resolved.adaptive_depth,
         prefix_caching=resolved.prefix_caching,
         chunked_prefill=resolved.chunked_prefill,
         lora=resolved.lora,
+        priority_ageing_seconds=resolved.priority_ageing_seconds,
     )
     return StartedEngine(Engine(runner, limits), runner, _ready(info, limits))
+
+
+def _adaptive_depth(config: EngineConfig, plugin: RunnerPlugin, max_in_flight: int) -> bool:
+    if config.adaptive_depth is None:
+        return plugin.capabilities.shares_host_cores and max_in_flight > 1
+    if config.adaptive_depth and max_in_flight == 1:
+        raise ConfigurationError(
+            f"--adaptive-depth: steps of runner {plugin.name!r} do not overlap with one step in flight, so there is "
+            "nothing to adapt; leave the option out, or let 2 or more be in flight"
+        )
+    return config.adaptive_depth
 
 
 def _check_sizes(config: EngineConfig) -> None:
@@ -277,12 +283,6 @@ def _num_blocks(budget: KVBudget, config: RunnerConfig, plugin: RunnerPlugin) ->
     return num_blocks
 
 
-def _max_model_len(config: RunnerConfig, info: ModelInfo, num_blocks: int) -> int:
-    """Give the longest request that is served: what the model allows, if the KV cache holds it."""
-    most = max_request_tokens(num_blocks, config.block_size)
-    if info.max_model_len <= most:
-        return info.max_model_len
-    blocks = f"the KV cache of {num_blocks} blocks of {config.block_size} tokens holds {most} tokens of one request"
 def _more_memory(config: RunnerConfig) -> str:
     """Say how the KV cache gets larger. A size that was given is not the result of any other option."""
     if config.memory_bytes is not None:
@@ -290,6 +290,12 @@ def _more_memory(config: RunnerConfig) -> str:
     return "raise --memory-utilization, or set --kv-cache-memory-bytes"
 
 
+def _max_model_len(config: RunnerConfig, info: ModelInfo, num_blocks: int) -> int:
+    """Give the longest request that is served: what the model allows, if the KV cache holds it."""
+    most = max_request_tokens(num_blocks, config.block_size)
+    if info.max_model_len <= most:
+        return info.max_model_len
+    blocks = f"the KV cache of {num_blocks} blocks of {config.block_size} tokens holds {most} tokens of one request"
     if config.max_model_len is not None:
         raise ConfigurationError(
             f"{blocks}, but --max-model-len is {config.max_model_len}; lower it, or {_more_memory(config)}"

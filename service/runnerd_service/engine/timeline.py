@@ -133,10 +133,10 @@ class Timeline:
             HostSeconds(*[host[phase] * 1e-9 for phase in _PHASES]),
         )
 
-    def work_ns(self) -> tuple[int, int]:
-        """Give how long the device and the host have worked for steps since the start, waits left out."""
-        host = self._host_ns
-        return self._device_busy_ns, sum(host.values()) - host["wait"] - host["idle"]
+    @property
+    def device_busy_ns(self) -> int:
+        """How long the device has computed since the start."""
+        return self._device_busy_ns
 
     def start_trace(self) -> None:
         """Record from now on; a recording that goes on is dropped."""
