@@ -15,9 +15,9 @@ import numpy.typing as npt
 
 from runnerd_sim.device import CRASH_EXIT_CODE
 from runnerd_sim.kv_cache import BlockTable, KVCache
-from runnerd_sim.model import EOS_TOKEN_ID, Float32Array, SimModel, UInt64Array, history_terms, uniform
-from runnerd_sim.sampling import History, choose, is_plain_greedy, token_logprobs
+from runnerd_sim.model import EOS_TOKEN_ID, Float32Array, SimModel, UInt64Array, history_terms
 from runnerd_spi import Admit, Row, RowOutput, SamplingParams, StepOutput, StepPlan, TokenLogprobs
+from runnerd_spi.sampling import History, choose, is_plain_greedy, token_logprobs, uniform
 
 _NOTHING = RowOutput()
 

@@ -18,19 +18,12 @@ UInt64Array = npt.NDArray[np.uint64]
 Int64Array = npt.NDArray[np.int64]
 Float32Array = npt.NDArray[np.float32]
 
-_MASK = (1 << 64) - 1
 # The constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 _GAMMA = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
 _MIX_2 = 0x94D049BB133111EB
 
 _SCRIPT_LOGIT = np.float32(1000.0)
-
-
-def uniform(seed: int, output_index: int) -> float:
-    """Give the random number in [0, 1) that belongs to an output index of a seed, and to nothing else."""
-    word = _splitmix(_splitmix(seed & _MASK) + output_index * _GAMMA)
-    return (word >> 11) * 2.0**-53
 
 
 def history_terms(positions: Int64Array, token_ids: Int64Array) -> UInt64Array:
@@ -96,10 +89,3 @@ def _mix(words: UInt64Array) -> UInt64Array:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(_MIX_1)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(_MIX_2)
     return words ^ (words >> np.uint64(31))
-
-
-def _splitmix(word: int) -> int:
-    word = (word + _GAMMA) & _MASK
-    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
-    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
-    return word ^ (word >> 31)

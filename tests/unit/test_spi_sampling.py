@@ -1,4 +1,4 @@
-"""Every sampling parameter has the effect its definition says, in the simulated runner's pipeline."""
+"""Every sampling parameter has the effect its definition says, in the pipeline of the SPI."""
 
 from collections import Counter
 
@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runnerd_sim.model import EOS_TOKEN_ID, VOCAB_SIZE, SimModel, history_terms, uniform
-from runnerd_sim.sampling import History, choose, is_plain_greedy, token_logprobs
+from runnerd_sim.model import EOS_TOKEN_ID, VOCAB_SIZE, SimModel, history_terms
 from runnerd_spi import SamplingParams
+from runnerd_spi.sampling import History, choose, is_plain_greedy, token_logprobs, uniform
 
 GREEDY = SamplingParams(temperature=0)
 MODEL = SimModel(eos_bias=0.0, script=None)

@@ -1,26 +1,34 @@
-"""Chooses the tokens of the simulated runner: the whole pipeline of SamplingParams, one row at a time.
+"""Chooses tokens from logits in host memory: the whole pipeline of SamplingParams in numpy, one row at a time.
 
-It knows nothing of where logits come from, nor of slots, blocks and steps.
+A part like those of ``parts``: for a runner whose logits are on the host anyway. It is not imported with the package,
+so that listing runners does not import numpy. It knows nothing of where logits come from, nor of slots and steps.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from runnerd_spi import SamplingParams, TokenLogprobs
+from runnerd_spi.plan import SamplingParams, TokenLogprobs
 
 Float64Array = npt.NDArray[np.float64]
-TokenArray = npt.NDArray[np.int16]
+TokenArray = npt.NDArray[np.integer[Any]]
+
+_MASK = (1 << 64) - 1
+# The constants of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
 
 
 @dataclass(frozen=True, slots=True)
 class History:
     """What a choice may depend on besides the logits."""
 
-    # [num_tokens] int16: prompt, then outputs
+    # [num_tokens], integers: prompt, then outputs
     token_ids: TokenArray
     num_prompt_tokens: int
 
@@ -28,6 +36,12 @@ class History:
     def output_index(self) -> int:
         """Index of the output that is chosen next."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+
+def uniform(seed: int, output_index: int) -> float:
+    """Give the random number in [0, 1) that belongs to an output index of a seed, and to nothing else."""
+    word = _splitmix(_splitmix(seed & _MASK) + output_index * _GAMMA)
+    return (word >> 11) * 2.0**-53
 
 
 def is_plain_greedy(params: SamplingParams) -> bool:
@@ -132,3 +146,10 @@ def _truncate(weights: Float64Array, scores: Float64Array, params: SamplingParam
             weights[order[num_kept:]] = 0.0
     if params.min_p > 0.0:
         weights[weights < params.min_p] = 0.0
+
+
+def _splitmix(word: int) -> int:
+    word = (word + _GAMMA) & _MASK
+    word = ((word ^ (word >> 30)) * _MIX_1) & _MASK
+    word = ((word ^ (word >> 27)) * _MIX_2) & _MASK
+    return word ^ (word >> 31)
