@@ -8,14 +8,15 @@ import os
 import platform
 import random
 import re
+import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 READY = re.compile(r"serving .* on (\S+:\d+)")
 RESULTS = Path(__file__).parent / "results"
@@ -81,11 +82,27 @@ class Daemon:
 
 
 @contextlib.contextmanager
-def daemon(*arguments: str) -> Iterator[Daemon]:
-    """Run ``runnerd serve`` on a free port until the block ends."""
-    command = [sys.executable, "-m", "runnerd_service", "serve", "--port", "0", "--log-level", "warning", *arguments]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+def daemon(
+    *arguments: str,
+    program: Sequence[str] = ("-m", "runnerd_service"),
+    log: IO[str] | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Daemon]:
+    """Run ``runnerd serve`` on a free port until the block ends.
+
+    Args:
+        arguments: Of ``serve``.
+        program: Python's arguments up to ``serve``.
+        log: Where its log goes; None: where ours does.
+        environment: Variables beside those of this process.
+    """
+    command = [sys.executable, *program, "serve", "--port", "0", "--log-level", "warning", *arguments]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=log, text=True, env=os.environ | (environment or {})
+    )
     assert process.stdout is not None
+    # Python ends at once on SIGTERM; the daemon would be left behind.
+    former = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         for line in process.stdout:
             if found := READY.search(line):
@@ -96,6 +113,7 @@ def daemon(*arguments: str) -> Iterator[Daemon]:
     finally:
         process.terminate()
         process.wait(timeout=60)
+        signal.signal(signal.SIGTERM, former)
 
 
 def random_prompts(vocab_size: int, length: int, count: int, seed: int) -> list[list[int]]:

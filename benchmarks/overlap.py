@@ -72,9 +72,9 @@ def median(values: Sequence[float]) -> float:
     return round(statistics.median(values), 4)
 
 
-def quartiles(values: Sequence[float]) -> tuple[float, float]:
+def quartiles(values: list[float]) -> tuple[float, float]:
     """Give the bounds of the middle half: a difference inside of what it spans is noise."""
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive")
+    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return round(low, 4), round(high, 4)
 
 
@@ -196,7 +196,7 @@ def measure_cpu(
                     continue
                 for depth, run in latest.items():
                     runs[depth].append(run)
-            if len(runs[1]) > 1:
+            if runs[1]:
                 done = {"steps": steps, "repetitions": len(runs[1]), "threads": arguments.threads}
                 results[str(batch)] = done | compare(runs)
             else:
