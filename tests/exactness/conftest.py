@@ -1,0 +1,8 @@
+"""Both matrices import the ways of running as a module."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
