@@ -19,6 +19,9 @@ SPI_VERSION = (1, 0)
 Support = Literal["device", "host_sync", "no"]
 """``device``: served without a host wait. ``host_sync``: served, but the host waits. ``no``: refused by the service."""
 
+KVMemory = Literal["blocks", "tokens"]
+"""Who places keys and values: the engine, in ``blocks`` that it grants, or the runner, which counts ``tokens``."""
+
 OptionValue = str | int | float | bool
 
 GraphUse = Literal["", "replayed", "missed"]
@@ -74,6 +77,10 @@ class RunnerCapabilities:
     lora: Support = "no"
     embeddings: Support = "no"
     multimodal: Support = "no"
+    kv_memory: KVMemory = "blocks"
+    """``tokens``: the runner has a KV memory of its own kind. Plans carry no grants; the engine sees to it that the
+    positions of all admitted requests fit in the number that ``init_kv_cache`` got, and that is all it knows of them.
+    Then ``block_sizes`` is ``(1,)`` and ``prefix_caching`` is ``no``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +212,7 @@ class ModelRunner(Protocol):
         ...
 
     def init_kv_cache(self, num_blocks: int) -> None:
-        """Allocate ``num_blocks`` blocks, ids 0 to num_blocks - 1."""
+        """Allocate ``num_blocks`` blocks, ids 0 to num_blocks - 1; positions, where ``kv_memory`` is ``tokens``."""
         ...
 
     def warm_up(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from runnerd_spi.errors import PlanError
 from runnerd_spi.plan import Admit, StepPlan
+from runnerd_spi.runner import KVMemory
 
 
 @dataclass(slots=True)
@@ -21,6 +22,8 @@ class SlotState:
     num_tokens: int
     """Tokens in the table, sampled ones that are still unresolved included."""
     block_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    """Positions in the KV memory; kept where the runner places them itself."""
 
 
 class PlanChecker:
@@ -33,6 +36,7 @@ class PlanChecker:
         block_size: Tokens in a block.
         num_blocks: Number of KV blocks.
         vocab_size: Token ids are below this.
+        kv_memory: The runner's capability; with ``tokens`` the blocks are positions, and no plan grants any.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class PlanChecker:
         block_size: int,
         num_blocks: int,
         vocab_size: int,
+        kv_memory: KVMemory = "blocks",
     ) -> None:
         self.slots: dict[int, SlotState] = {}
         self.next_step_id = 0
@@ -54,6 +59,7 @@ class PlanChecker:
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._vocab_size = vocab_size
+        self._grants_blocks = kv_memory == "blocks"
 
     def apply(self, plan: StepPlan) -> None:
         """Check ``plan`` and take over its deltas; sampled tokens are counted at once.
@@ -70,17 +76,22 @@ class PlanChecker:
         for admit in plan.admits:
             self._check_admit(slots, admit)
             slots[admit.slot] = SlotState(admit, len(admit.token_ids))
+        if plan.grants and not self._grants_blocks:
+            raise PlanError("the plan grants blocks, but the runner's KV memory is counted in tokens: it takes none")
         granted: dict[int, list[int]] = {}
         for grant in plan.grants:
             state = self._named(slots, grant.slot, grant.epoch, "grant")
             self._check_ids(grant.block_ids, self._num_blocks, "block")
             granted.setdefault(grant.slot, list(state.block_ids)).extend(grant.block_ids)
         lengths = self._check_rows(plan, slots, granted)
+        ends = {} if self._grants_blocks else self._check_memory(plan, slots)
         self.slots = slots
         for slot, block_ids in granted.items():
             slots[slot].block_ids = block_ids
         for slot, length in lengths.items():
             slots[slot].num_tokens = length
+        for slot, end in ends.items():
+            slots[slot].num_computed = end
         self._last_epochs |= {admit.slot: admit.epoch for admit in plan.admits}
         self.next_step_id += 1
 
@@ -97,9 +108,10 @@ class PlanChecker:
                     f"slot {row.slot}: row of positions {row.first_position} to {end - 1}, "
                     f"expected inside the {state.num_tokens} tokens of the request"
                 )
-            capacity = len(granted.get(row.slot, state.block_ids)) * self._block_size
-            if end > capacity:
-                raise PlanError(f"slot {row.slot}: row ends at {end}, but its blocks hold {capacity} tokens")
+            if self._grants_blocks:
+                capacity = len(granted.get(row.slot, state.block_ids)) * self._block_size
+                if end > capacity:
+                    raise PlanError(f"slot {row.slot}: row ends at {end}, but its blocks hold {capacity} tokens")
             if row.sample and end != state.num_tokens:
                 raise PlanError(f"slot {row.slot}: row samples after position {end - 1} of {state.num_tokens} tokens")
             if row.sample and end >= self._max_model_len:
@@ -109,6 +121,20 @@ class PlanChecker:
         if total > self._max_num_batched_tokens:
             raise PlanError(f"{total} tokens in one step, at most {self._max_num_batched_tokens}")
         return lengths
+
+    def _check_memory(self, plan: StepPlan, slots: dict[int, SlotState]) -> dict[int, int]:
+        ends: dict[int, int] = {}
+        for row in plan.rows:
+            computed = slots[row.slot].num_computed
+            if row.first_position > computed:
+                raise PlanError(
+                    f"slot {row.slot}: row begins at {row.first_position}, but {computed} positions are computed"
+                )
+            ends[row.slot] = row.first_position + row.num_new_tokens
+        needed = sum(ends.get(slot, state.num_computed) for slot, state in slots.items())
+        if needed > self._num_blocks:
+            raise PlanError(f"the requests take {needed} positions, but the KV memory holds {self._num_blocks}")
+        return ends
 
     def _check_admit(self, slots: dict[int, SlotState], admit: Admit) -> None:
         if not 0 <= admit.slot < self._max_num_seqs:

@@ -7,7 +7,14 @@ import time
 from dataclasses import replace
 
 import numpy as np
-from reference import CAPABILITIES, VOCAB_SIZE, ReferenceRunner, plugin
+from reference import (
+    CAPABILITIES,
+    TOKEN_MEMORY_CAPABILITIES,
+    VOCAB_SIZE,
+    ReferenceRunner,
+    TokenMemoryRunner,
+    plugin,
+)
 
 from runnerd_spi import (
     FutureStep,
@@ -330,8 +337,18 @@ WRONG_DEFAULT = RunnerPlugin(
     "reference", "for the tests", CAPABILITIES, ReferenceRunner, (RunnerOption("threads", int, "four", "threads"),)
 )
 
+
+class TakesGrantsItHasNoUseFor(TokenMemoryRunner):
+    def check_plan(self, plan):
+        super().check_plan(replace(plan, grants=()))
+
+
 MUTANTS: dict[str, list[RunnerPlugin]] = {
-    "P1": [WRONG_DEFAULT, plugin(ReferenceRunner, replace(CAPABILITIES, max_in_flight=0))],
+    "P1": [
+        WRONG_DEFAULT,
+        plugin(ReferenceRunner, replace(CAPABILITIES, max_in_flight=0)),
+        plugin(TokenMemoryRunner, replace(TOKEN_MEMORY_CAPABILITIES, prefix_caching="device")),
+    ],
     "L1": [plugin(ProfilesTwice)],
     "L2": [plugin(ClosesOnce), plugin(LosesWorkAtClose)],
     "L3": [plugin(LetsFileNotFoundThrough)],
@@ -341,7 +358,11 @@ MUTANTS: dict[str, list[RunnerPlugin]] = {
     "E2": [plugin(NeverSettles)],
     "E3": [plugin(MakesResultsAnew)],
     "E4": [plugin(ReadsAnotherClock)],
-    "E5": [plugin(RefusesByValueError), plugin(TakesHalfOfAWrongPlan)],
+    "E5": [
+        plugin(RefusesByValueError),
+        plugin(TakesHalfOfAWrongPlan),
+        plugin(TakesGrantsItHasNoUseFor, TOKEN_MEMORY_CAPABILITIES),
+    ],
     "E6": [plugin(HasAShortTable)],
     "S1": [plugin(DrawsOnEveryRow), plugin(SamplesWithoutBeingAsked)],
     "S2": [plugin(SeedsByTheSlot), plugin(SeedsByTheStep)],

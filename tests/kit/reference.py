@@ -10,7 +10,7 @@ import random
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -57,6 +57,7 @@ CAPABILITIES = RunnerCapabilities(
     max_logprobs=MAX_LOGPROBS,
     prompt_logprobs="device",
 )
+TOKEN_MEMORY_CAPABILITIES = replace(CAPABILITIES, kv_memory="tokens", block_sizes=(1,), prefix_caching="no")
 OPTIONS = (RunnerOption("fail_at_step", int, None, "step that fails"),)
 
 
@@ -72,6 +73,8 @@ class Slot:
 class ReferenceRunner:
     """Keeps every rule."""
 
+    capabilities = CAPABILITIES
+
     def __init__(self, config: RunnerConfig) -> None:
         self.check_config(config)
         self.config = config
@@ -82,7 +85,7 @@ class ReferenceRunner:
         self.device: ThreadPoolExecutor | None = None
 
     def check_config(self, config: RunnerConfig) -> None:
-        check_config("reference", config, CAPABILITIES)
+        check_config("reference", config, self.capabilities)
 
     # The host's side
 
@@ -108,7 +111,7 @@ class ReferenceRunner:
     def init_kv_cache(self, num_blocks: int) -> None:
         self.lifecycle.expect("init_kv_cache")
         self.check_num_blocks(num_blocks)
-        self.kv_cache = np.zeros(num_blocks * self.config.block_size, dtype=np.int64)
+        self.kv_cache = np.zeros(self.kv_cache_length(num_blocks), dtype=np.int64)
         self.tokens = np.zeros((self.config.max_num_seqs, self.table_length()), dtype=np.int64)
         self.checker = PlanChecker(
             max_num_seqs=self.config.max_num_seqs,
@@ -117,8 +120,12 @@ class ReferenceRunner:
             block_size=self.config.block_size,
             num_blocks=num_blocks,
             vocab_size=VOCAB_SIZE,
+            kv_memory=self.capabilities.kv_memory,
         )
         self.lifecycle.done()
+
+    def kv_cache_length(self, num_blocks: int) -> int:
+        return num_blocks * self.config.block_size
 
     def check_num_blocks(self, num_blocks: int) -> None:
         if num_blocks < 1:
@@ -199,9 +206,9 @@ class ReferenceRunner:
         slot, end = self.slots[row.slot], row.first_position + row.num_new_tokens
         prompt_logprobs: list[TokenLogprobs] = []
         for position in range(row.first_position, end):
-            history = self.kv_cache[self.place(slot, position - 1)] if position else 0
+            history = self.kv_cache[self.place(row.slot, position - 1)] if position else 0
             history = (int(history) * 1000003 + int(self.tokens[row.slot, position]) * 7919 + position) % (1 << 31)
-            self.kv_cache[self.place(slot, position)] = history
+            self.kv_cache[self.place(row.slot, position)] = history
             count = slot.params.num_prompt_logprobs
             if count is not None and position + 1 < slot.num_prompt_tokens:
                 prompt_logprobs.append(record(logits_of(history), int(self.tokens[row.slot, position + 1]), count))
@@ -209,9 +216,9 @@ class ReferenceRunner:
             return self.output_without_sample(row, tuple(prompt_logprobs))
         return self.sample(row, slot, end, logits_of(history), tuple(prompt_logprobs), plan)
 
-    def place(self, slot: Slot, position: int) -> int:
+    def place(self, slot: int, position: int) -> int:
         size = self.config.block_size
-        return slot.blocks[position // size] * size + position % size
+        return self.slots[slot].blocks[position // size] * size + position % size
 
     def output_without_sample(self, row: Row, prompt_logprobs: tuple[TokenLogprobs, ...]) -> RowOutput:
         return RowOutput(prompt_logprobs=prompt_logprobs)
@@ -284,6 +291,18 @@ class ReferenceRunner:
         return min(int(cumulative.searchsorted(uniform * cumulative[-1], side="right")), int(weights.nonzero()[0][-1]))
 
 
+class TokenMemoryRunner(ReferenceRunner):
+    """Places its keys and values itself."""
+
+    capabilities = TOKEN_MEMORY_CAPABILITIES
+
+    def kv_cache_length(self, num_blocks: int) -> int:
+        return self.config.max_num_seqs * self.max_model_len
+
+    def place(self, slot: int, position: int) -> int:
+        return slot * self.max_model_len + position
+
+
 def logits_of(history: int) -> np.ndarray:
     """``[VOCAB_SIZE]`` in [-2, 2)."""
     words = (np.uint64(history) ^ (np.arange(1, VOCAB_SIZE + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))) * (
@@ -308,3 +327,4 @@ def plugin(runner: type[ReferenceRunner], capabilities: RunnerCapabilities = CAP
 
 
 REFERENCE = plugin(ReferenceRunner)
+TOKEN_MEMORY = plugin(TokenMemoryRunner, TOKEN_MEMORY_CAPABILITIES)

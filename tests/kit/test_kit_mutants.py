@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mutants import MUTANTS
-from reference import REFERENCE
+from reference import REFERENCE, TOKEN_MEMORY
 
 from runnerd_spi import RunnerPlugin
 from runnerd_spi.testing import RULES, Kit, Result, Subject, run_rules
@@ -21,8 +21,9 @@ def broken(results: list[Result]) -> list[str]:
     return [result.rule_id for result in results if result.status == "broken"]
 
 
-def test_the_reference_runner_keeps_every_rule() -> None:
-    results = run_rules(Kit(Subject(REFERENCE), num_traces=20), RULES)
+@pytest.mark.parametrize("plugin", [REFERENCE, TOKEN_MEMORY], ids=["blocks", "tokens"])
+def test_the_reference_runner_keeps_every_rule(plugin: RunnerPlugin) -> None:
+    results = run_rules(Kit(Subject(plugin), num_traces=20), RULES)
     assert [result for result in results if result.status != "holds"] == []
 
 

@@ -17,6 +17,18 @@ def make_checker() -> PlanChecker:
     )
 
 
+def make_token_checker() -> PlanChecker:
+    return PlanChecker(
+        max_num_seqs=3,
+        max_num_batched_tokens=8,
+        max_model_len=12,
+        block_size=1,
+        num_blocks=9,
+        vocab_size=10,
+        kv_memory="tokens",
+    )
+
+
 def snapshot(checker: PlanChecker) -> object:
     slots = {slot: (s.admit, s.num_tokens, tuple(s.block_ids)) for slot, s in checker.slots.items()}
     return slots, checker.next_step_id
@@ -195,3 +207,27 @@ def accepts(checker: PlanChecker, plan: StepPlan) -> bool:
     except PlanError:
         return False
     return True
+
+
+def test_where_the_runner_places_its_memory_the_positions_of_all_requests_are_counted() -> None:
+    checker = make_token_checker()
+    prompt = (1, 2, 3, 4)
+    both = (admit(0, 1, prompt, 4), admit(1, 1, prompt, 4))
+    checker.apply(StepPlan(0, admits=both, rows=(Row(0, 1, 4, 0, True), Row(1, 1, 4, 0, True))))
+    before = snapshot(checker)
+    with pytest.raises(PlanError, match="take 10 positions, but the KV memory holds 9"):
+        checker.apply(StepPlan(1, rows=(Row(0, 1, 1, 4, True), Row(1, 1, 1, 4, True))))
+    assert snapshot(checker) == before
+    checker.apply(StepPlan(1, rows=(Row(0, 1, 1, 4, True),)))
+    checker.apply(StepPlan(2, releases=(Release(0, 1),), rows=(Row(1, 1, 1, 4, True),)))
+
+
+def test_where_the_runner_places_its_memory_nothing_is_granted_and_no_position_left_out() -> None:
+    checker = make_token_checker()
+    with pytest.raises(PlanError, match="it takes none"):
+        checker.apply(StepPlan(0, admits=(admit(),), grants=(BlockGrant(0, 1, (0,)),)))
+    checker.apply(StepPlan(0, admits=(admit(),), rows=(Row(0, 1, 1, 0, False),)))
+    with pytest.raises(PlanError, match="row begins at 2, but 1 positions are computed"):
+        checker.apply(StepPlan(1, rows=(Row(0, 1, 1, 2, True),)))
+    # A position may be computed once more.
+    checker.apply(StepPlan(1, rows=(Row(0, 1, 2, 0, False),)))

@@ -11,7 +11,7 @@ from typing import get_args
 
 from runnerd_spi.errors import LifecycleError, ModelLoadError, RunnerError
 from runnerd_spi.plan import StepPlan
-from runnerd_spi.runner import ModelInfo, ModelRunner, RunnerCapabilities, RunnerPlugin, Support
+from runnerd_spi.runner import KVMemory, ModelInfo, ModelRunner, RunnerCapabilities, RunnerPlugin, Support
 from runnerd_spi.testing.driver import TraceRun
 from runnerd_spi.testing.kit import Kit, difference_of
 from runnerd_spi.testing.subject import Broken, Session, loaded_frameworks, no_progress
@@ -165,6 +165,13 @@ def _check_capabilities(capabilities: RunnerCapabilities) -> None:
         value = getattr(capabilities, name)
         if annotation == "Support" and value not in get_args(Support):
             raise Broken(f"capability {name} is {value!r}, expected one of {', '.join(get_args(Support))}")
+    if capabilities.kv_memory not in get_args(KVMemory):
+        raise Broken(f"kv_memory is {capabilities.kv_memory!r}, expected one of {', '.join(get_args(KVMemory))}")
+    if capabilities.kv_memory == "tokens" and (capabilities.block_sizes != (1,) or capabilities.prefix_caching != "no"):
+        raise Broken(
+            f"kv_memory is 'tokens', but block_sizes is {capabilities.block_sizes} and prefix_caching "
+            f"{capabilities.prefix_caching!r}; expected (1,) and 'no', as no blocks are granted that could be shared"
+        )
     if (capabilities.logprobs != "no") != (capabilities.max_logprobs > 0):
         raise Broken(f"logprobs is {capabilities.logprobs!r}, but max_logprobs is {capabilities.max_logprobs}")
 
@@ -212,7 +219,7 @@ def _refused(runner: ModelRunner, name: str, call: Callable[[ModelRunner], objec
 def _is_unchanged(kit: Kit, runner: ModelRunner) -> None:
     """Step 0 was run: the next ones must be as ever."""
     with kit.session() as other:
-        session = Session(runner, other.config, other.info, _NUM_BLOCKS, chunked_prefill=other.sizes.chunked_prefill)
+        session = Session(runner, other.config, other.info, _NUM_BLOCKS, kit.subject.plugin.capabilities)
     session.next_step_id = 1
     request = TraceRequest((1, 0), 3, kit.drawn(3))
     [outcome] = TraceRun(session, Trace(session.config.max_in_flight, (request,))).run()

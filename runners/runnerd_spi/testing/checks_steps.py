@@ -294,8 +294,11 @@ def _bad_plans(session: Session, row: Row) -> Iterator[tuple[str, StepPlan]]:
     yield "an admit of a token outside the vocabulary", plan(admits=(admit(other, fresh, (sizes.vocab_size,), 1),))
     too_long = (0,) * (sizes.max_model_len + 1)
     yield "an admit longer than max_model_len", plan(admits=(admit(other, fresh, too_long, 1),))
-    yield "a grant to an empty slot", plan(grants=(BlockGrant(other, fresh, (0,)),))
-    yield "a grant of a block that does not exist", plan(grants=(BlockGrant(slot, epoch, (sizes.num_blocks,)),))
+    if sizes.grants_blocks:
+        yield "a grant to an empty slot", plan(grants=(BlockGrant(other, fresh, (0,)),))
+        yield "a grant of a block that does not exist", plan(grants=(BlockGrant(slot, epoch, (sizes.num_blocks,)),))
+    else:
+        yield "a grant, though kv_memory is 'tokens'", plan(grants=(BlockGrant(slot, epoch, (0,)),))
     yield "a row of an empty slot", plan(rows=(row_of(other, fresh, 1, 0, False),))
     yield "a row of another epoch", plan(rows=(row_of(slot, epoch + 1, 1, 3, True),))
     yield "two rows of one request", plan(rows=(row_of(slot, epoch, 1, 2, False), good))
@@ -303,10 +306,11 @@ def _bad_plans(session: Session, row: Row) -> Iterator[tuple[str, StepPlan]]:
     yield "a row past the last token", plan(rows=(row_of(slot, epoch, 1, 4, True),))
     yield "a row that samples before the last token", plan(rows=(row_of(slot, epoch, 1, 2, True),))
     # Slot `other` is free, so this plan is wrong only in its second row: the first must not have been taken over.
+    # It has no blocks, or, where none are granted, fewer tokens.
     yield (
         "a right admit and row beside a wrong row",
         plan(
             admits=(admit(other, fresh, (1,), 1),),
-            rows=(good, row_of(other, fresh, 1, 0, True)),
+            rows=(good, row_of(other, fresh, 1 if sizes.grants_blocks else 2, 0, True)),
         ),
     )

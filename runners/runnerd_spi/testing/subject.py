@@ -11,6 +11,7 @@ from runnerd_spi.runner import (
     ModelInfo,
     ModelRunner,
     OptionValue,
+    RunnerCapabilities,
     RunnerConfig,
     RunnerPlugin,
     StepHandle,
@@ -53,6 +54,8 @@ class Sizes:
     num_blocks: int
     vocab_size: int
     chunked_prefill: bool = True
+    grants_blocks: bool = True
+    """Whether plans grant blocks; without, ``num_blocks`` is a number of positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +141,16 @@ class Session:
         config: Its configuration.
         info: What it loaded.
         num_blocks: Blocks of its KV cache.
-        chunked_prefill: Whether a prompt may be computed in several rows.
+        capabilities: What its plug-in declares.
     """
 
     def __init__(
-        self, runner: ModelRunner, config: RunnerConfig, info: ModelInfo, num_blocks: int, *, chunked_prefill: bool
+        self,
+        runner: ModelRunner,
+        config: RunnerConfig,
+        info: ModelInfo,
+        num_blocks: int,
+        capabilities: RunnerCapabilities,
     ) -> None:
         self.runner = runner
         self.config = config
@@ -153,7 +161,8 @@ class Session:
             max_num_batched_tokens=config.max_num_batched_tokens,
             num_blocks=num_blocks,
             vocab_size=info.vocab_size,
-            chunked_prefill=chunked_prefill,
+            chunked_prefill=capabilities.chunked_prefill != "no",
+            grants_blocks=capabilities.kv_memory == "blocks",
         )
         self.next_step_id = 0
         self.epochs = [0] * config.max_num_seqs
@@ -168,7 +177,8 @@ class Session:
         grants: tuple[BlockGrant, ...] = (),
         rows: tuple[Row, ...] = (),
     ) -> Launched:
-        """Hand the next plan to the runner."""
+        """Hand the next plan to the runner; grants are left out where it takes none."""
+        grants = grants if self.sizes.grants_blocks else ()
         plan = StepPlan(step_id=self.next_step_id, releases=releases, admits=admits, grants=grants, rows=rows)
         handle = self.runner.execute_model(plan)
         self.next_step_id += 1
@@ -204,5 +214,4 @@ def _bring_up(plugin: RunnerPlugin, config: RunnerConfig) -> Session:
     except BaseException:
         runner.close()
         raise
-    chunked = plugin.capabilities.chunked_prefill != "no"
-    return Session(runner, config, info, num_blocks, chunked_prefill=chunked)
+    return Session(runner, config, info, num_blocks, plugin.capabilities)

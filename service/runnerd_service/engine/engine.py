@@ -19,7 +19,7 @@ from runnerd_service.engine.request import RequestState, request_from
 from runnerd_service.engine.scheduler import ScheduledStep, Scheduler
 from runnerd_service.engine.settle import Settler, finish_of
 from runnerd_service.engine.timeline import LaunchMark, Timeline
-from runnerd_spi import ModelRunner, StepFailed, StepHandle
+from runnerd_spi import KVMemory, ModelRunner, StepFailed, StepHandle
 
 
 class EngineDead(Exception):
@@ -48,6 +48,7 @@ class EngineLimits:
     """Whether only one step is in flight where overlapping would gain next to nothing."""
     prefix_caching: bool = True
     chunked_prefill: bool = True
+    kv_memory: KVMemory = "blocks"
     lora: bool = False
     priority_ageing_seconds: float = 0.0
     """Waiting time that raises a request's priority by one level; 0: it stays what it is."""
@@ -79,6 +80,7 @@ class Engine:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             prefix_caching=limits.prefix_caching,
             chunked_prefill=limits.chunked_prefill,
+            grants_blocks=limits.kv_memory == "blocks",
         )
         self._settler = Settler(self._scheduler, limits.vocab_size)
         self._live: dict[int, RequestState] = {}

@@ -64,6 +64,7 @@ class Scheduler:
         max_num_batched_tokens: Most tokens in a step; at least ``max_num_seqs``.
         prefix_caching: Whether full blocks are shared between requests with equal beginnings.
         chunked_prefill: Whether a prompt may be spread over steps.
+        grants_blocks: Whether plans tell the runner the block ids; without, the blocks only count its memory.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         prefix_caching: bool,
         chunked_prefill: bool = True,
+        grants_blocks: bool = True,
     ) -> None:
         self.blocks = blocks
         self.num_preemptions = 0
@@ -83,6 +85,7 @@ class Scheduler:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._prefix_caching = prefix_caching
         self._chunked_prefill = chunked_prefill
+        self._grants_blocks = grants_blocks
         # Both sorted by `order`.
         self._waiting: list[RequestState] = []
         self._running: list[RequestState] = []
@@ -209,9 +212,8 @@ class Scheduler:
                 raise IntegrityError(f"request {request.uid} has {counts} in flight")
 
     def _step(self, draft: _Draft) -> ScheduledStep:
-        plan = StepPlan(
-            self._num_steps, tuple(self._releases), tuple(draft.admits), tuple(draft.grants), tuple(draft.rows)
-        )
+        grants = tuple(draft.grants) if self._grants_blocks else ()
+        plan = StepPlan(self._num_steps, tuple(self._releases), tuple(draft.admits), grants, tuple(draft.rows))
         self._num_steps += 1
         self._releases.clear()
         return ScheduledStep(plan, tuple(draft.requests))

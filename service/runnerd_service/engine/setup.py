@@ -137,6 +137,7 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
         adaptive_depth=resolved.adaptive_depth,
         prefix_caching=resolved.prefix_caching,
         chunked_prefill=resolved.chunked_prefill,
+        kv_memory=plugin.capabilities.kv_memory,
         lora=resolved.lora,
         priority_ageing_seconds=resolved.priority_ageing_seconds,
     )
