@@ -93,7 +93,8 @@ class Executor:
             self._kv_cache.hold(self._requests[grant.slot].table, grant.block_ids)
         if not plan.rows:
             return StepOutput(plan.step_id, ())
-        return StepOutput(plan.step_id, self._sample(plan.rows, self._forward(plan.rows)))
+        masks = {mask.slot: mask.allowed for mask in plan.masks}
+        return StepOutput(plan.step_id, self._sample(plan.rows, self._forward(plan.rows), masks))
 
     def _admit(self, admit: Admit) -> None:
         params = admit.sampling_params
@@ -151,7 +152,7 @@ class Executor:
         following = self._token_table[row.slot, row.first_position + 1 : end + 1].tolist()
         return tuple(token_logprobs(one, token_id, num_top) for one, token_id in zip(logits, following, strict=True))
 
-    def _sample(self, rows: tuple[Row, ...], forward: _Forward) -> tuple[RowOutput, ...]:
+    def _sample(self, rows: tuple[Row, ...], forward: _Forward, masks: dict[int, bytes]) -> tuple[RowOutput, ...]:
         logits = self._model.logits(forward.last)
         for index, row in enumerate(rows):
             end = row.first_position + row.num_new_tokens
@@ -166,22 +167,27 @@ class Executor:
                 output = RowOutput(failure=forward.failures[index])
             elif not row.sample:
                 output = RowOutput(prompt_logprobs=prompt_logprobs) if prompt_logprobs else _NOTHING
-            elif request.plain_greedy:
+            elif request.plain_greedy and row.slot not in masks:
                 output = RowOutput(best[index], None, prompt_logprobs)
             else:
-                output = self._sample_row(row, request, logits[index], prompt_logprobs)
+                output = self._sample_row(row, request, logits[index], prompt_logprobs, masks.get(row.slot))
             if output.token_id is not None:
                 self._token_table[row.slot, row.first_position + row.num_new_tokens] = output.token_id
             outputs.append(output)
         return tuple(outputs)
 
     def _sample_row(
-        self, row: Row, request: _Request, logits: Float32Array, prompt_logprobs: tuple[TokenLogprobs, ...]
+        self,
+        row: Row,
+        request: _Request,
+        logits: Float32Array,
+        prompt_logprobs: tuple[TokenLogprobs, ...],
+        allowed: bytes | None,
     ) -> RowOutput:
         params = request.params
         end = row.first_position + row.num_new_tokens
         history = History(self._token_table[row.slot, :end], request.num_prompt_tokens)
-        token_id = choose(logits, params, history, uniform(params.seed, history.output_index))
+        token_id = choose(logits, params, history, uniform(params.seed, history.output_index), allowed)
         if token_id is None:
             request.failure = "no token is left to choose: all are banned or not allowed"
             return RowOutput(failure=request.failure)

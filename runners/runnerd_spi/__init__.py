@@ -25,6 +25,7 @@ from runnerd_spi.plan import (
     StepOutput,
     StepPlan,
     TokenLogprobs,
+    TokenMask,
 )
 from runnerd_spi.runner import (
     SPI_VERSION,
@@ -86,6 +87,7 @@ __all__ = [
     "StepTimeout",
     "Support",
     "TokenLogprobs",
+    "TokenMask",
     "check_config",
     "list_runners",
     "load_runner",

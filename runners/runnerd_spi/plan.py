@@ -18,8 +18,8 @@ from typing import NamedTuple
 class SamplingParams:
     """How the tokens of one request are chosen. Values arrive validated; ``seed`` is always set.
 
-    The order of effects: penalties, logit bias, allowed and banned tokens, then temperature, top-k, top-p, min-p, and
-    the draw. Log-probabilities are those of the raw logits (before any of it).
+    The order of effects: the row's :class:`TokenMask`, penalties, logit bias, allowed and banned tokens, then
+    temperature, top-k, top-p, min-p, and the draw. Log-probabilities are those of the raw logits (before any of it).
     """
 
     temperature: float = 1.0
@@ -104,6 +104,20 @@ class Row(NamedTuple):
     """True: choose the token after the last position and write it into the table. False: only fill the KV cache."""
 
 
+class TokenMask(NamedTuple):
+    """The only tokens that a row of this plan may choose, whatever its parameters say: what a guide allows there.
+
+    A mask follows from all tokens before it. So it comes only where one step is in flight at most (``max_in_flight``
+    is 1), and only to a runner that declares ``guided_decoding``. It holds for this plan alone.
+    """
+
+    slot: int
+    epoch: int
+    """Those of a row with ``sample``; a row has one mask at most."""
+    allowed: bytes
+    """``ceil(vocab_size / 8)`` bytes; token t may be chosen if ``allowed[t // 8] >> t % 8 & 1``. Further bits are 0."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. Applied in the order releases, admits, grants, rows. May hold no row (deltas only)."""
@@ -114,6 +128,8 @@ class StepPlan:
     admits: tuple[Admit, ...] = ()
     grants: tuple[BlockGrant, ...] = ()
     rows: tuple[Row, ...] = ()
+    masks: tuple[TokenMask, ...] = ()
+    """Of the rows that are guided; the others choose among all tokens."""
 
 
 @dataclass(frozen=True, slots=True)

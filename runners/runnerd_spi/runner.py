@@ -71,6 +71,8 @@ class RunnerCapabilities:
     """Most alternatives per token that may be asked for."""
     prompt_logprobs: Support = "no"
     guided_decoding: Support = "no"
+    """Whether the masks of a plan hold. They are known when the step before is: at most ``host_sync``, and requests are
+    guided only where ``max_in_flight`` is 1."""
     speculative_decoding: Support = "no"
     pipeline_parallel: Support = "no"
     tensor_parallel: Support = "no"

@@ -54,7 +54,13 @@ def is_plain_greedy(params: SamplingParams) -> bool:
     )
 
 
-def choose(logits: npt.NDArray[np.float32], params: SamplingParams, history: History, uniform: float) -> int | None:
+def choose(
+    logits: npt.NDArray[np.float32],
+    params: SamplingParams,
+    history: History,
+    uniform: float,
+    allowed: bytes | None = None,
+) -> int | None:
     """Choose the next token.
 
     Args:
@@ -62,11 +68,16 @@ def choose(logits: npt.NDArray[np.float32], params: SamplingParams, history: His
         params: The request's parameters.
         history: Its tokens so far.
         uniform: A number in [0, 1) that decides the draw; unused when greedy.
+        allowed: The row's :class:`~runnerd_spi.plan.TokenMask`; None: it has none.
 
     Returns:
         The token id; None when everything is banned.
     """
-    scores = _adjusted(logits.astype(np.float64), params, history)
+    scores = logits.astype(np.float64)
+    if allowed is not None:
+        bits = np.unpackbits(np.frombuffer(allowed, np.uint8), count=len(scores), bitorder="little")
+        scores[bits == 0] = -np.inf
+    scores = _adjusted(scores, params, history)
     best = int(scores.argmax())  # the lowest id among equals
     if scores[best] == -np.inf:
         return None

@@ -84,6 +84,8 @@ class PlanChecker:
             self._check_ids(grant.block_ids, self._num_blocks, "block")
             granted.setdefault(grant.slot, list(state.block_ids)).extend(grant.block_ids)
         lengths = self._check_rows(plan, slots, granted)
+        if plan.masks:
+            self._check_masks(plan)
         ends = {} if self._grants_blocks else self._check_memory(plan, slots)
         self.slots = slots
         for slot, block_ids in granted.items():
@@ -135,6 +137,18 @@ class PlanChecker:
         if needed > self._num_blocks:
             raise PlanError(f"the requests take {needed} positions, but the KV memory holds {self._num_blocks}")
         return ends
+
+    def _check_masks(self, plan: StepPlan) -> None:
+        sampling = {(row.slot, row.epoch) for row in plan.rows if row.sample}
+        num_bytes = -(-self._vocab_size // 8)
+        for mask in plan.masks:
+            if (mask.slot, mask.epoch) not in sampling:
+                raise PlanError(f"mask: slot {mask.slot} epoch {mask.epoch} has no row that samples, or two masks")
+            sampling.remove((mask.slot, mask.epoch))
+            if len(mask.allowed) != num_bytes:
+                raise PlanError(f"mask: slot {mask.slot} has {len(mask.allowed)} bytes, expected {num_bytes}")
+            if self._vocab_size % 8 and mask.allowed[-1] >> self._vocab_size % 8:
+                raise PlanError(f"mask: slot {mask.slot} allows a token beyond {self._vocab_size - 1}")
 
     def _check_admit(self, slots: dict[int, SlotState], admit: Admit) -> None:
         if not 0 <= admit.slot < self._max_num_seqs:

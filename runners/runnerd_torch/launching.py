@@ -148,7 +148,8 @@ class StepLauncher:
         for admit in plan.admits:
             sampler.admit(admit)
         inputs = self._slots.build(plan)
-        batch = sampler.plan([self._sample_row(row) for row in plan.rows if row.sample])
+        masks = {mask.slot: mask.allowed for mask in plan.masks}
+        batch = sampler.plan([self._sample_row(row, masks.get(row.slot)) for row in plan.rows if row.sample])
         work = partial(self._executor.run, inputs, batch)
         launch = self._device.submit(partial(self._latch.run, plan.step_id, work))
         return TorchStepHandle(
@@ -180,9 +181,9 @@ class StepLauncher:
                 raise PlanError(f"admit: slot {admit.slot}: {name} {asked}, expected 0 to {self._max_logprobs}")
         self._executor.sampler.check(admit)
 
-    def _sample_row(self, row: Row) -> SampleRow:
+    def _sample_row(self, row: Row, allowed: bytes | None) -> SampleRow:
         num_tokens = row.first_position + row.num_new_tokens
-        return SampleRow(row.slot, row.epoch, self._slots.output_index(row.slot, num_tokens))
+        return SampleRow(row.slot, row.epoch, self._slots.output_index(row.slot, num_tokens), allowed)
 
 
 def _allocate_caches(loaded: LoadedModel, device: Device, num_blocks: int, block_size: int) -> tuple[KVCache, ...]:

@@ -298,6 +298,17 @@ class TellsAdjustedLogprobs(ReferenceRunner):
         return scores
 
 
+class IgnoresMasks(ReferenceRunner):
+    def masked(self, logits, row, plan):
+        return logits
+
+
+class MasksAllRows(ReferenceRunner):
+    def masked(self, logits, row, plan):
+        masks = tuple(one._replace(slot=row.slot) for one in plan.masks[:1])
+        return super().masked(logits, row, replace(plan, masks=masks))
+
+
 class TripsOverSeventeenTokens(ReferenceRunner):
     """Only a step of exactly seventeen tokens in more than two rows goes wrong."""
 
@@ -376,6 +387,7 @@ MUTANTS: dict[str, list[RunnerPlugin]] = {
     "C1": [plugin(IgnoresMinP), plugin(IgnoresBias)],
     "C2": [plugin(TakesAnyDepth), plugin(ReferenceRunner, replace(CAPABILITIES, frequency_penalty="no"))],
     "C3": [plugin(TellsAdjustedLogprobs)],
+    "C4": [plugin(IgnoresMasks), plugin(MasksAllRows)],
     "T1": [plugin(TripsOverSeventeenTokens)],
 }
 

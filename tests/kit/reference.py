@@ -56,6 +56,7 @@ CAPABILITIES = RunnerCapabilities(
     logprobs="device",
     max_logprobs=MAX_LOGPROBS,
     prompt_logprobs="device",
+    guided_decoding="host_sync",
 )
 TOKEN_MEMORY_CAPABILITIES = replace(CAPABILITIES, kv_memory="tokens", block_sizes=(1,), prefix_caching="no")
 OPTIONS = (RunnerOption("fail_at_step", int, None, "step that fails"),)
@@ -225,7 +226,9 @@ class ReferenceRunner:
 
     def sample(self, row, slot, end, logits, prompt_logprobs, plan) -> RowOutput:
         history = self.tokens[row.slot, :end]
-        scores = self.adjusted(logits, slot, row, self.seen_outputs(history[slot.num_prompt_tokens :]), history)
+        scores = self.adjusted(
+            self.masked(logits, row, plan), slot, row, self.seen_outputs(history[slot.num_prompt_tokens :]), history
+        )
         token = self.choose(scores, slot.params, self.uniform(slot, row, end - slot.num_prompt_tokens, plan))
         if token is None:
             return RowOutput(failure="nothing is left to choose")
@@ -233,6 +236,13 @@ class ReferenceRunner:
         count = slot.params.num_logprobs
         logprobs = None if count is None else record(self.raw(logits, scores), token, count)
         return RowOutput(token_id=token, logprobs=self.shown(logprobs), prompt_logprobs=prompt_logprobs)
+
+    def masked(self, logits: np.ndarray, row: Row, plan: StepPlan) -> np.ndarray:
+        for mask in plan.masks:
+            if mask.slot == row.slot:
+                bits = np.unpackbits(np.frombuffer(mask.allowed, np.uint8), count=VOCAB_SIZE, bitorder="little")
+                return np.where(bits, logits, -np.inf)
+        return logits
 
     def write(self, slot: int, position: int, token: int) -> None:
         self.tokens[slot, position] = token

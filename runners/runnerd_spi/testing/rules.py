@@ -169,6 +169,12 @@ RULES: tuple[Rule, ...] = (
         (*_STEPS, "S1", "S2", "S4"),
     ),
     Rule(
+        "C4",
+        "A row with a mask chooses among the tokens that it allows, before all else; no other row is touched",
+        "Set the other tokens' logits to minus infinity before penalties and bias, or declare guided_decoding `no`.",
+        (*_STEPS, "S1", "S2", "S5"),
+    ),
+    Rule(
         "T1",
         "In random traces each request gets what it gets alone: arrivals, cancels, preemption, prefixes, depths",
         "Every simpler rule holds, so look at what the smallest trace combines.",

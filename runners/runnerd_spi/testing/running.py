@@ -11,6 +11,7 @@ from runnerd_spi.testing import (
     checks_capabilities,
     checks_failures,
     checks_lifecycle,
+    checks_masks,
     checks_steps,
     checks_tokens,
 )
@@ -45,6 +46,7 @@ CHECKS: Mapping[str, Callable[[Kit], None]] = {
     "C1": checks_capabilities.what_is_declared_has_an_effect,
     "C2": checks_capabilities.what_is_denied_has_none,
     "C3": checks_capabilities.logprobs_are_right,
+    "C4": checks_masks.masks_hold,
     "T1": checks_tokens.random_traces_are_equal,
 }
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from runnerd_spi.plan import Admit, BlockGrant, Release, Row, StepOutput, StepPlan
+from runnerd_spi.plan import Admit, BlockGrant, Release, Row, StepOutput, StepPlan, TokenMask
 from runnerd_spi.runner import (
     ModelInfo,
     ModelRunner,
@@ -176,10 +176,13 @@ class Session:
         admits: tuple[Admit, ...] = (),
         grants: tuple[BlockGrant, ...] = (),
         rows: tuple[Row, ...] = (),
+        masks: tuple[TokenMask, ...] = (),
     ) -> Launched:
         """Hand the next plan to the runner; grants are left out where it takes none."""
         grants = grants if self.sizes.grants_blocks else ()
-        plan = StepPlan(step_id=self.next_step_id, releases=releases, admits=admits, grants=grants, rows=rows)
+        plan = StepPlan(
+            step_id=self.next_step_id, releases=releases, admits=admits, grants=grants, rows=rows, masks=masks
+        )
         handle = self.runner.execute_model(plan)
         self.next_step_id += 1
         return Launched(plan, handle)

@@ -23,6 +23,20 @@ class SampleRow:
     epoch: int
     output_index: int
     """How many outputs come before, unresolved ones included."""
+    allowed: bytes | None = None
+    """Its :class:`~runnerd_spi.TokenMask`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Rows whose plan says which tokens they may choose."""
+
+    # [n] int64
+    rows: ArrayRef
+    # [n, ceil(vocab_size / 8)] uint8, a bit for each token, the lowest first
+    allowed: ArrayRef
+    # [8] uint8: the powers of two
+    bits: ArrayRef
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +132,7 @@ class SamplingBatch:
     """[size]: all arrays, on the host; None: there are none."""
     buffer: torch.Tensor | None
     """[size] uint8: the same memory, and after :meth:`on` a copy on the device."""
+    masks: TokenMasks | None = None
     penalties: Penalties | None = None
     logit_bias: LogitBias | None = None
     allowed: AllowedTokens | None = None
@@ -139,5 +154,5 @@ class SamplingBatch:
     @property
     def changes_logits(self) -> bool:
         """Whether any row's logits are changed before the choice."""
-        changes = (self.penalties, self.logit_bias, self.allowed, self.banned, self.bad_words)
+        changes = (self.masks, self.penalties, self.logit_bias, self.allowed, self.banned, self.bad_words)
         return any(change is not None for change in changes)

@@ -11,8 +11,8 @@ from runnerd_torch.sampling.sampler import STATUS_NO_TOKEN, STATUS_NOT_FINITE, S
 
 _FAILURES = {
     STATUS_NO_TOKEN: (
-        "no token is allowed: allowed_token_ids, bad words, logit bias and min_tokens together ban the whole "
-        "vocabulary; relax one of them"
+        "no token is allowed: allowed_token_ids, bad words, logit bias, min_tokens and the guide together ban the "
+        "whole vocabulary; relax one of them"
     ),
     STATUS_NOT_FINITE: (
         "the logits hold a NaN or an infinity, expected numbers; check the model's weights and dtype, and the "

@@ -14,6 +14,7 @@ _DTYPES: dict[np.dtype[Any], torch.dtype] = {
     np.dtype(np.int64): torch.int64,
     np.dtype(np.float32): torch.float32,
     np.dtype(np.float64): torch.float64,
+    np.dtype(np.uint8): torch.uint8,
 }
 
 
@@ -40,7 +41,7 @@ class ArrayPacker:
         self._size = 0
 
     def put(self, array: npt.NDArray[Any]) -> ArrayRef:
-        """Reserve a place for ``array`` (int64, float32 or float64); its values are read by :meth:`pack`."""
+        """Reserve a place for ``array`` (int64, float32, float64 or uint8); its values are read by :meth:`pack`."""
         begin = -(-self._size // _ALIGNMENT) * _ALIGNMENT
         self._size = begin + array.nbytes
         ref = ArrayRef(_DTYPES[array.dtype], begin, self._size, array.shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from runnerd_torch.sampling.batch import (
     Penalties,
     SampleRow,
     SamplingBatch,
+    TokenMasks,
 )
 from runnerd_torch.sampling.draw import WEIGHT_BITS
 from runnerd_torch.sampling.packing import ArrayPacker, ArrayRef
@@ -28,6 +29,7 @@ MAX_TOP_K_CANDIDATES = 1024
 """Above this many candidates sorting everything is as cheap as selecting them."""
 
 _NONE = np.empty(0, np.int64)
+_BITS = np.left_shift(np.uint8(1), np.arange(8, dtype=np.uint8))
 
 BoolArray = npt.NDArray[np.bool_]
 
@@ -46,10 +48,11 @@ def plan_batch(rows: Sequence[SampleRow], table: SlotTable, vocab_size: int) -> 
     slots = np.array([row.slot for row in rows], np.int64)
     _check_epochs(rows, slots, table)
     features = table.features[slots]
-    if not features.any():
+    masks = {index: row.allowed for index, row in enumerate(rows) if row.allowed is not None}
+    if not masks and not features.any():
         return SamplingBatch(len(rows), None, None)
     indices = np.array([row.output_index for row in rows], np.int64)
-    return _BatchPlan(slots, indices, features, table, vocab_size).build()
+    return _BatchPlan(slots, indices, features, masks, table, vocab_size).build()
 
 
 def _check_epochs(rows: Sequence[SampleRow], slots: IntArray, table: SlotTable) -> None:
@@ -65,19 +68,27 @@ def _check_epochs(rows: Sequence[SampleRow], slots: IntArray, table: SlotTable) 
 
 class _BatchPlan:
     def __init__(
-        self, slots: IntArray, indices: IntArray, features: IntArray, table: SlotTable, vocab_size: int
+        self,
+        slots: IntArray,
+        indices: IntArray,
+        features: IntArray,
+        masks: Mapping[int, bytes],
+        table: SlotTable,
+        vocab_size: int,
     ) -> None:
         # each [num_rows]
         self._slots = slots
         self._indices = indices
         self._features = features
         self._present = int(np.bitwise_or.reduce(features))
+        self._masked = masks
         self._num_tokens = table.num_prompt_tokens[slots] + indices
         self._table = table
         self._vocab_size = vocab_size
         self._packer = ArrayPacker()
 
     def build(self) -> SamplingBatch:
+        masks = self._masks()
         id_order, top_k, full_sort = self._draws()
         penalties, logit_bias, allowed = self._penalties(), self._logit_bias(), self._allowed()
         banned, bad_words, logprobs = self._banned(), self._bad_words(), self._logprobs()
@@ -86,6 +97,7 @@ class _BatchPlan:
             num_rows=len(self._slots),
             packed=packed,
             buffer=torch.from_numpy(packed),
+            masks=masks,
             penalties=penalties,
             logit_bias=logit_bias,
             allowed=allowed,
@@ -105,6 +117,13 @@ class _BatchPlan:
 
     def _rows_ref(self, rows: IntArray) -> ArrayRef | None:
         return None if len(rows) == len(self._slots) else self._packer.put(rows)
+
+    def _masks(self) -> TokenMasks | None:
+        if not self._masked:
+            return None
+        put = self._packer.put
+        allowed = np.frombuffer(b"".join(self._masked.values()), np.uint8).reshape(len(self._masked), -1)
+        return TokenMasks(put(np.array(list(self._masked), np.int64)), put(allowed), put(_BITS))
 
     def _penalties(self) -> Penalties | None:
         rows = self._with(Feature.PENALTIES)

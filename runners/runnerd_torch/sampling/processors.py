@@ -1,4 +1,4 @@
-"""Changes logits before the choice: penalties, logit bias, allowed and banned tokens.
+"""Changes logits before the choice: masks, penalties, logit bias, allowed and banned tokens.
 
 All functions work in place on float32 logits ``[num_rows, vocab_size]`` and enqueue device work only: every shape is
 known on the host. What depends on earlier tokens reads them from the token table on the device, where the latest
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from runnerd_torch.sampling.batch import AllowedTokens, BadWords, LogitBias, Penalties, SamplingBatch
+from runnerd_torch.sampling.batch import AllowedTokens, BadWords, LogitBias, Penalties, SamplingBatch, TokenMasks
 
 
 def process_logits(logits: torch.Tensor, batch: SamplingBatch, buffer: torch.Tensor, token_table: torch.Tensor) -> None:
@@ -21,6 +21,8 @@ def process_logits(logits: torch.Tensor, batch: SamplingBatch, buffer: torch.Ten
         buffer: The batch's arrays on the device of the logits.
         token_table: [max_num_seqs, max_model_len] int64.
     """
+    if batch.masks is not None:
+        _apply_masks(logits, batch.masks, buffer)
     if batch.penalties is not None:
         _apply_penalties(logits, batch.penalties, buffer, token_table)
     if batch.logit_bias is not None:
@@ -31,6 +33,13 @@ def process_logits(logits: torch.Tensor, batch: SamplingBatch, buffer: torch.Ten
         logits.view(-1).index_fill_(0, batch.banned.of(buffer), -torch.inf)
     if batch.bad_words is not None:
         _ban_bad_words(logits, batch.bad_words, buffer, token_table)
+
+
+def _apply_masks(logits: torch.Tensor, masks: TokenMasks, buffer: torch.Tensor) -> None:
+    rows = masks.rows.of(buffer)
+    banned = masks.allowed.of(buffer)[:, :, None].bitwise_and(masks.bits.of(buffer)) == 0
+    banned = banned.view(len(banned), -1)[:, : logits.shape[1]]
+    logits.index_copy_(0, rows, logits.index_select(0, rows).masked_fill_(banned, -torch.inf))
 
 
 def _apply_penalties(
