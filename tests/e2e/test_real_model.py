@@ -121,6 +121,37 @@ def test_streams_together_give_the_tokens_of_transformers_while_they_are_chunked
     assert (load.num_running, load.num_waiting, load.num_used_blocks) == (0, 0, 0)
 
 
+MANY_SCRIPTS = (
+    "हिन्दी में एक वाक्य",
+    "العربية والعبرية עברית",
+    "한국어 문장 하나",
+    "ไทย ქართული አማርኛ",
+    "👩‍👩‍👧‍👦 🏳️‍🌈 🇫🇷 e\u0301",
+    "𝔘𝔫𝔦𝔠𝔬𝔡𝔢 and \U0010ffff",  # noqa: RUF001
+)
+
+
+def test_text_is_the_decoded_ids_whatever_the_prompts_script_and_however_broken_the_bytes(address, tokenizer):
+    # Parts of characters, in any order, and a few whole ones; then any token at all.
+    fragments = [one for one in range(2000) if "\ufffd" in tokenizer.decode([one])]
+    choices = ([*fragments, 330, 1131, 0], [])
+    options = {"temperature": 100.0, "max_tokens": 16, "ignore_eos": True, "tokens": True}
+    num_broken = 0
+    with Client(address, timeout=120) as client:
+        for seed, prompt in enumerate(MANY_SCRIPTS):
+            pieces, ids, skip = [], [], seed < 3
+            allowed = {"allowed_token_ids": choices[seed % 2]}
+            with client.stream(prompt, seed=seed, skip_special_tokens=skip, **allowed, **options) as stream:
+                for message in stream:
+                    pieces.append(message.output.text)
+                    ids += [token.id for token in message.output.tokens]
+            text = "".join(pieces)
+            assert len(ids) == 16
+            assert text == tokenizer.decode(ids, skip_special_tokens=skip)
+            num_broken += "\ufffd" in text
+    assert num_broken >= 3
+
+
 def test_the_chat_answer_names_the_capital(address):
     with Client(address, timeout=120) as client:
         answer = client.generate(
