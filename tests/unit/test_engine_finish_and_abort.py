@@ -1,5 +1,6 @@
 """How requests end: exact launches, no late token, aborts at every point of a step, slots and blocks given back."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -295,3 +296,19 @@ def test_a_length_asked_for_that_the_cache_cannot_hold_is_refused() -> None:
     config = EngineConfig(runner="sim", runner_options={"num_blocks": "7"}, block_size=8, max_model_len=58)
     with pytest.raises(ConfigurationError, match="holds 57 tokens of one request, but --max-model-len is 58; lower it"):
         start_engine(resolve(config, plugin), plugin, lambda *_: None)
+
+
+def test_when_a_request_began_is_told_once_with_what_its_first_step_gave() -> None:
+    before = time.monotonic_ns()
+    with recorded(2, max_num_seqs=1, script="never ending story") as (engine, _):
+        engine.add(request(1, 4, prompt="a prompt of more than two chunks of 16"))
+        engine.add(request(2, 4))
+        outputs = drain(engine)
+    began: dict[int, list[int]] = {}
+    for output in outputs:
+        began.setdefault(output.uid, []).append(output.began_ns)
+    assert len(began[1]) == 2 + 4  # two chunks without a token
+    for first, *later in began.values():
+        assert before < first < time.monotonic_ns()
+        assert not any(later)
+    assert began[1][0] < began[2][0]

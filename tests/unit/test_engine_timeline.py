@@ -15,7 +15,7 @@ from runnerd_service.engine.engine import Engine
 from runnerd_service.engine.messages import AddRequest, BubbleSeconds, Load, Sampling, StepTimes
 from runnerd_service.engine.setup import resolve, start_engine
 from runnerd_service.engine.timeline import LaunchMark, Timeline
-from runnerd_service.engine.trace import MAX_STEPS, Trace
+from runnerd_service.engine.trace import MAX_STEPS, RECENT_STEPS, Trace
 from runnerd_spi import Row, StepPlan, StepTimeline, load_runner
 
 MS = 1_000_000
@@ -278,3 +278,22 @@ def test_counters_survive_the_socket() -> None:
         load = run(one)
     assert load.times.device_busy > 0
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(load), type=Load) == load
+
+
+def test_the_last_steps_are_there_without_a_recording() -> None:
+    loop = Loop()
+    assert msgspec.json.decode(loop.timeline.recent_steps(), type=Trace).steps == ()
+    synchronous_turn(loop)
+    recent = msgspec.json.decode(loop.timeline.recent_steps(), type=Trace)
+    spans = [(one.step_id, one.num_rows, one.num_tokens, one.device_begin_ns // MS) for one in recent.steps]
+    assert spans == [(0, 2, 4, 3), (1, 2, 4, 34)]
+    assert {"schedule", "prepare", "update", "send", "inbox"} <= {one.phase for one in recent.host}
+    assert recent == msgspec.json.decode(loop.timeline.recent_steps(), type=Trace)
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    loop = Loop()
+    for index in range(RECENT_STEPS + 5):
+        loop.settle(loop.launch(10 * index + 1, 10 * index + 2, 10 * index + 9), 10 * index + 2, 10 * index + 8, 0)
+    recent = msgspec.json.decode(loop.timeline.recent_steps(), type=Trace)
+    assert [one.step_id for one in recent.steps] == list(range(5, RECENT_STEPS + 5))

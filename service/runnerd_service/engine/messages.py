@@ -64,7 +64,7 @@ class Call(msgspec.Struct, frozen=True, tag="call"):
     """Run one of the engine's utility methods; answered by :class:`Reply`."""
 
     call_id: int
-    method: Literal["reset_prefix_cache", "check_integrity", "start_trace", "stop_trace"]
+    method: Literal["reset_prefix_cache", "check_integrity", "start_trace", "stop_trace", "recent_steps"]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -100,6 +100,8 @@ class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True, array_like=
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache at first admission; set from the first token on."""
     error: str = ""
+    began_ns: int = 0
+    """When its first step was scheduled, on the clock of ``time.monotonic_ns``; told once, else 0."""
 
 
 class BubbleSeconds(msgspec.Struct, frozen=True, array_like=True):

@@ -185,6 +185,7 @@ def _answer(engine: Engine, call: Call) -> Reply:
         "check_integrity": engine.check_integrity,
         "start_trace": engine.start_trace,
         "stop_trace": engine.stop_trace,
+        "recent_steps": engine.timeline.recent_steps,
     }
     try:
         return Reply(call.call_id, True, methods[call.method]())

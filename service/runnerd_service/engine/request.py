@@ -80,6 +80,8 @@ class RequestState:
     awaited: Awaited | None = None
     """What it waits for besides a slot and room."""
     was_admitted: bool = False
+    began_ns: int = 0
+    """When it was first admitted, until that is told; then 0."""
     num_cached_tokens: int = 0
     # Records of prompt tokens 1, 2, ... as far as settled.
     prompt_logprobs: list[Logprobs] = field(default_factory=list)

@@ -7,6 +7,7 @@ those that were in flight when it lost its slot, and is admitted again only afte
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
@@ -306,6 +307,7 @@ class Scheduler:
         request.publishes = True
         if not request.was_admitted:
             request.was_admitted = True
+            request.began_ns = time.monotonic_ns()
             request.num_cached_tokens = min(num_cached_tokens, request.num_prompt_tokens)
             self.num_prompt_tokens += request.num_prompt_tokens
             self.prefix_cache_queries += num_tokens

@@ -78,7 +78,7 @@ class Settler:
             prompt_logprobs = request.take_prompt_logprobs()
         if token_id is None:
             # Told although it may hold nothing: the request does not wait for a place any more.
-            return RequestOutput(request.uid, prompt_logprobs=prompt_logprobs)
+            return RequestOutput(request.uid, prompt_logprobs=prompt_logprobs, began_ns=_take_began(request))
         request.token_ids.append(token_id)
         self.num_generated_tokens += 1
         finish = finish_of(request)
@@ -92,6 +92,7 @@ class Settler:
             finish,
             token_id if finish in ("eos", "stop_token") else None,
             request.num_cached_tokens,
+            began_ns=_take_began(request) if request.began_ns else 0,
         )
 
     def _token_violation(self, request: RequestState, row: Row, result: RowOutput) -> str:
@@ -110,6 +111,12 @@ class Settler:
     def _failed(self, request: RequestState, error: str) -> RequestOutput:
         self._scheduler.finish(request)
         return RequestOutput(request.uid, finish="failed", num_cached_tokens=request.num_cached_tokens, error=error)
+
+
+def _take_began(request: RequestState) -> int:
+    """Give when the request began, if that has not been told."""
+    began_ns, request.began_ns = request.began_ns, 0
+    return began_ns
 
 
 def finish_of(request: RequestState) -> FinishKind | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from runnerd_service.engine.messages import BubbleSeconds, HostSeconds, StepTimes
-from runnerd_service.engine.trace import StepSpan, TraceRecording
+from runnerd_service.engine.trace import RECENT_STEPS, StepSpan, TraceRecording
 from runnerd_spi import StepPlan, StepTimeline
 
 Phase = Literal["idle", "inbox", "schedule", "prepare", "wait", "update", "send"]
@@ -59,6 +59,9 @@ class Timeline:
         self._ready_ns = 0
         self._work_since_ns: int | None = None
         self._recording: TraceRecording | None = None
+        # The last steps and phases, recording or not.
+        self._last_steps: deque[tuple[StepPlan, int, int, int, int]] = deque(maxlen=RECENT_STEPS)
+        self._last_phases: deque[tuple[Phase, int, int, int]] = deque(maxlen=len(_PHASES) * RECENT_STEPS)
 
     def enter(self, phase: Phase, step_id: int = -1) -> None:
         """Begin a phase, which ends the one before.
@@ -117,11 +120,10 @@ class Timeline:
         recent = self._recent
         while recent and recent[0][2] <= end_ns:
             recent.popleft()
+        step = mark.plan, begin_ns, end_ns, timeline.ready_ns, bubble_begin_ns
+        self._last_steps.append(step)
         if self._recording is not None:
-            plan = mark.plan
-            num_tokens = sum(row.num_new_tokens for row in plan.rows)
-            times = begin_ns, end_ns, timeline.ready_ns, bubble_begin_ns
-            self._recording.add_step(StepSpan(plan.step_id, len(plan.rows), num_tokens, *times))
+            self._recording.add_step(_span_of(*step))
 
     def times(self) -> StepTimes:
         """Give the sums since the start, as of the last settled step and the last ended phase."""
@@ -147,11 +149,21 @@ class Timeline:
         recording, self._recording = self._recording, None
         return (recording or TraceRecording()).to_json()
 
+    def recent_steps(self) -> str:
+        """Give the last steps, as JSON of :class:`~runnerd_service.engine.trace.Trace`; nothing ends by that."""
+        recent = TraceRecording(max_steps=RECENT_STEPS)
+        for step in self._last_steps:
+            recent.add_step(_span_of(*step))
+        for phase in self._last_phases:
+            recent.add_host(phase)
+        return recent.to_json()
+
     def _switch(self, now_ns: int, phase: Phase, step_id: int) -> None:
         former, begin_ns = self._phase, self._phase_begin_ns
         self._host_ns[former] += now_ns - begin_ns
         span = (former, begin_ns, now_ns, self._phase_step_id)
         self._recent.append(span)
+        self._last_phases.append(span)
         if self._recording is not None:
             self._recording.add_host(span)
         self._phase, self._phase_begin_ns, self._phase_step_id = phase, now_ns, step_id
@@ -169,3 +181,8 @@ class Timeline:
                 self._bubble_ns["copy" if is_wait else phase] += shared_ns
                 unknown_ns -= shared_ns
         self._bubble_ns["other"] += unknown_ns
+
+
+def _span_of(plan: StepPlan, begin_ns: int, end_ns: int, ready_ns: int, bubble_begin_ns: int) -> StepSpan:
+    num_tokens = sum(row.num_new_tokens for row in plan.rows)
+    return StepSpan(plan.step_id, len(plan.rows), num_tokens, begin_ns, end_ns, ready_ns, bubble_begin_ns)

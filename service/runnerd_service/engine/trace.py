@@ -11,9 +11,11 @@ from typing import NamedTuple
 
 import msgspec
 
+RECENT_STEPS = 64
+"""Steps that are always kept, for whoever looks."""
 MAX_STEPS = 10_000
 """Steps that a recording holds; older ones are dropped and counted."""
-_MAX_HOST_SPANS = 8 * MAX_STEPS
+_SPANS_PER_STEP = 8
 """A turn of the loop has seven phases at most."""
 
 
@@ -56,13 +58,14 @@ class TraceRecording:
 
     Args:
         begin_ns: Now.
+        max_steps: Steps that it holds.
     """
 
-    def __init__(self, begin_ns: int = 0) -> None:
+    def __init__(self, begin_ns: int = 0, max_steps: int = MAX_STEPS) -> None:
         self._begin_ns = begin_ns
-        self._steps: deque[StepSpan] = deque(maxlen=MAX_STEPS)
+        self._steps: deque[StepSpan] = deque(maxlen=max_steps)
         # Plain tuples of a HostSpan's fields: they are made several times per step.
-        self._host: deque[tuple[str, int, int, int]] = deque(maxlen=_MAX_HOST_SPANS)
+        self._host: deque[tuple[str, int, int, int]] = deque(maxlen=_SPANS_PER_STEP * max_steps)
         self._num_steps = 0
 
     def add_step(self, span: StepSpan) -> None:
