@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ascend lint protos bench-serving bench-frontend bench-overlap bench clean
+.PHONY: help demo test test-slow test-ascend test-go test-java lint protos \
+	bench-serving bench-frontend bench-overlap bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -44,6 +45,14 @@ $(ASCEND_VENV)/.ready: pyproject.toml
 test-ascend: $(ASCEND_VENV)/.ready ## install torch_npu and test the Ascend runner on a simulated CANN
 	PYTHONPATH=tests/ascend $(ASCEND_VENV)/bin/python -m ascend_sim pytest tests/ascend
 
+test-go: $(VENV)/.dev ## test the Go client, with Debian's packages
+	tools/install_client_toolchains.sh
+	$(BIN)/python -m pytest tests/clients/test_go_stubs.py tests/clients/test_native_*.py -k go
+
+test-java: $(VENV)/.dev ## test the Java client, with Debian's packages
+	tools/install_client_toolchains.sh
+	$(BIN)/python -m pytest tests/clients/test_native_*.py -k java
+
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,8 +62,10 @@ lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
 	$(BIN)/buf format --diff --exit-code protos
 	$(BIN)/python tools/protoc.py --check
 
-protos: $(VENV)/.dev ## regenerate the Python code of protos/
+protos: $(VENV)/.dev ## regenerate the Python and the Go code of protos/
 	$(BIN)/python tools/protoc.py
+	tools/install_client_toolchains.sh
+	clients/go/generate.sh
 
 bench-serving: $(VENV)/.dev ## runnerd through gRPC beside transformers.generate: JSON and a table
 	$(BIN)/python benchmarks/serving.py $(ARGS)

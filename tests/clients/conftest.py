@@ -1,0 +1,195 @@
+"""Real daemons, and clients in other languages: built once, from Debian's packages."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Timer
+
+import pytest
+
+CLIENTS = Path(__file__).parents[2] / "clients"
+BUILD_SECONDS = 600
+RUN_SECONDS = 300
+WAIT_SECONDS = 60
+
+_DEBIAN_GO = Path("/usr/share/gocode/src/google.golang.org")
+_DEBIAN_JARS = Path("/usr/share/java")
+_NEEDED = {
+    "go": ("go", _DEBIAN_GO / "grpc", _DEBIAN_GO.parent / "github.com/golang/protobuf"),
+    "java": ("javac", "protoc", "grpc_java_plugin", _DEBIAN_JARS / "grpc-netty.jar", _DEBIAN_JARS / "junit4.jar"),
+}
+
+
+@dataclass
+class Daemons:
+    """Servers in processes of their own."""
+
+    folder: Path
+    _processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, *arguments: str, port: int = 0) -> str:
+        """Run ``serve`` with ``arguments``; give its address once it serves."""
+        command = [sys.executable, "-m", "runnerd_service", "serve", "--port", str(port), *arguments]
+        log_path = self.folder / f"daemon{len(self._processes)}.log"
+        with log_path.open("w") as log:
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
+        assert process.stdout is not None
+        for line in process.stdout:
+            if found := re.search(r"serving \S+ on (\S+)", line):
+                self._processes[found[1]] = process
+                return found[1]
+        raise AssertionError(f"exit code {process.wait(WAIT_SECONDS)}:\n{log_path.read_text()}")
+
+    def kill(self, address: str) -> None:
+        process = self._processes[address]
+        process.kill()
+        process.wait(WAIT_SECONDS)
+        assert process.stdout is not None
+        process.stdout.close()
+
+    def close(self) -> None:
+        for address in self._processes:
+            self.kill(address)
+
+
+@pytest.fixture
+def daemons(tmp_path: Path) -> Iterator[Daemons]:
+    made = Daemons(tmp_path)
+    yield made
+    made.close()
+
+
+@dataclass(frozen=True)
+class NativeClient:
+    """A built client: what runs its contract tests and its examples, and in which environment."""
+
+    language: str
+    contract: tuple[str | Path, ...]
+    examples: Mapping[str, tuple[str | Path, ...]]
+    """By topic; the address is the last argument."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def test(self, environment: Mapping[str, str], restart: Callable[[], None] | None = None) -> dict[str, str]:
+        """Run the contract tests; give the outcome (PASS or SKIP) of each by its name in lower case.
+
+        Args:
+            environment: Where the servers are.
+            restart: Called when a test asks for a restart of its server.
+        """
+        process = subprocess.Popen(
+            self.contract,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | self.environment | environment,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        limit = Timer(RUN_SECONDS, process.kill)
+        limit.start()
+        lines = []
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if line.strip() == "restart the server" and restart is not None:
+                    restart()
+                    process.stdin.write("done\n")
+                    process.stdin.flush()
+            code = process.wait(WAIT_SECONDS)
+        finally:
+            limit.cancel()
+            process.kill()
+            process.wait(WAIT_SECONDS)
+            process.stdin.close()
+            process.stdout.close()
+        output = "".join(lines)
+        assert code == 0, output
+        found = re.findall(r"^--- (PASS|SKIP|FAIL): (?:Test)?(\w+)", output, re.MULTILINE)
+        return {name.lower(): outcome for outcome, name in found}
+
+    def example(self, topic: str, address: str, stdin: str = "") -> str:
+        """Run an example to its end; give what it printed."""
+        done = subprocess.run(
+            [*self.examples[topic], address],
+            input=stdin,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=RUN_SECONDS,
+            env=os.environ | self.environment,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == ""
+        return done.stdout
+
+
+def _run(*command: str | Path, environment: Mapping[str, str]) -> None:
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, check=False, timeout=BUILD_SECONDS
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _build_go(folder: Path) -> NativeClient:
+    script = CLIENTS / "go" / "offline.sh"
+    environment = {"RUNNERD_GOPATH": str(folder / "gopath")}
+    binary = folder / "contract"
+    examples = folder / "examples"
+    examples.mkdir()
+    _run(script, "test", "-c", "-o", binary, ".", environment=environment)
+    _run(script, "build", "-o", examples, "./examples/...", environment=environment)
+    return NativeClient(
+        "go",
+        (binary, "-test.v"),
+        {
+            topic: (examples / name, "-address")
+            for topic, name in {
+                "stream": "stream",
+                "chat": "chat",
+                "cancel": "cancel",
+                "deadline": "deadline",
+                "errors": "errors",
+                "health": "health",
+            }.items()
+        },
+    )
+
+
+def _build_java(folder: Path) -> NativeClient:
+    script = CLIENTS / "java" / "offline.sh"
+    environment = {"RUNNERD_JAVA_TARGET": str(folder / "target")}
+    _run(script, "build", environment=environment)
+    return NativeClient(
+        "java",
+        (script, "test"),
+        {
+            topic: (script, "run", f"dev.runnerd.examples.{name}Example")
+            for topic, name in {
+                "stream": "Stream",
+                "chat": "Chat",
+                "cancel": "Cancel",
+                "deadline": "Deadline",
+                "errors": "ErrorDetails",
+                "health": "Health",
+            }.items()
+        },
+        environment,
+    )
+
+
+@pytest.fixture(scope="session", params=["go", "java"])
+def native_client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeClient:
+    """The Go client and the Java client, where Debian's packages for it are installed."""
+    for needed in _NEEDED[request.param]:
+        if not (shutil.which(needed) if isinstance(needed, str) else needed.exists()):
+            pytest.skip(f"no {needed} here; clients/{request.param}/README.md has the packages")
+    build = {"go": _build_go, "java": _build_java}[request.param]
+    return build(tmp_path_factory.mktemp(request.param))

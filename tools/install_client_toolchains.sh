@@ -1,0 +1,19 @@
+#!/bin/sh
+# Installs what the tests of the Go and the Java client need, from Debian's packages. Elsewhere it says what is not tested.
+set -eu
+packages="protobuf-compiler golang-go protoc-gen-go-1-5 protoc-gen-go-grpc golang-google-grpc-dev
+golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev default-jdk-headless protobuf-compiler-grpc-java-plugin
+libgrpc-java libprotobuf-java libnetty-java libperfmark-java libgoogle-common-protos-java libgoogle-gson-java
+libgeronimo-annotation-1.3-spec-java libguava-java libjsr305-java junit4"
+# shellcheck disable=SC2086 # a list of words
+if dpkg-query --show $packages > /dev/null 2>&1; then
+  exit 0
+fi
+if [ "$(id -u)" != 0 ] || ! command -v apt-get > /dev/null; then
+  echo "not root on Debian: the Go and the Java client are tested only if their packages are installed"
+  exit 0
+fi
+export DEBIAN_FRONTEND=noninteractive
+apt-get update --quiet=2
+# shellcheck disable=SC2086
+apt-get install --quiet=2 --yes --no-install-recommends -o Dpkg::Use-Pty=0 $packages > /dev/null
