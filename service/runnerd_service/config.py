@@ -41,6 +41,46 @@ class EngineConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SecurityConfig:
+    """Who may call, and how the connection is protected. Paths are of PEM files unless said otherwise."""
+
+    tls_cert: str | None = None
+    """The server's certificate and those between it and its root; None: no TLS."""
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
+    """Who signs the certificates that clients have to show; None: they show none."""
+    tls_admins: tuple[str, ...] = ()
+    """Names in clients' certificates whose holders may administrate."""
+    auth_tokens: str | None = None
+    """TOML file of bearer tokens; None: none is asked for."""
+    tenant_metadata: str | None = None
+    """Metadata key that names the tenant, where the token does not."""
+    share_prefixes: bool = False
+    """Whether tenants share cached prefixes; times and ``cached_tokens`` then tell each what others sent."""
+    reflection: bool = True
+    """Whether the services' description is served to callers."""
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether callers have to say who they are."""
+        return self.auth_tokens is not None or self.tls_client_ca is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TenantConfig:
+    """What one tenant may have at once; None: as much as there is."""
+
+    max_running: int | None = None
+    """Outputs that the engine has of it; further ones wait."""
+    max_tokens: int | None = None
+    """Prompt and output tokens that these may have together; one output may always run."""
+    max_waiting: int | None = None
+    """Outputs that may wait; further ones get RESOURCE_EXHAUSTED."""
+    max_waiting_tokens: int | None = None
+    """Prompt tokens that these may have together."""
+
+
+@dataclass(frozen=True, slots=True)
 class ServerConfig:
     """What the front process needs."""
 
@@ -75,4 +115,8 @@ class ServerConfig:
     """Wait before the second restart in a row; doubles with each further one. The first is made at once."""
     step_timeout_seconds: float = 300.0
     """An engine with work that ends no step in this time hangs, and is restarted; 0: it may take any time."""
+    max_metadata_bytes: int = 16 * 1024
+    """Largest metadata of a call."""
+    security: SecurityConfig = field(default_factory=SecurityConfig)
+    tenant: TenantConfig = field(default_factory=TenantConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

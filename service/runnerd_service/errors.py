@@ -27,6 +27,14 @@ class InvalidRequest(RunnerdError):
         self.violations = violations
 
 
+class Unauthenticated(RunnerdError):
+    """The caller did not say who it is, or is not known."""
+
+
+class PermissionDenied(RunnerdError):
+    """The caller is known, and may not do this."""
+
+
 class ModelNotFound(RunnerdError):
     """The request names a model that is not served here."""
 

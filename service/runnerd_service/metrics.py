@@ -20,6 +20,24 @@ from runnerd_service.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
+class TenantFigures:
+    """What a tenant has and had. Totals are since the server's start."""
+
+    num_running: int = 0
+    """Outputs that have begun."""
+    num_waiting: int = 0
+    """Outputs that gave nothing yet."""
+    num_requests: int = 0
+    """Requests that were accepted and have ended."""
+    num_refused: int = 0
+    """Requests for which there was no room."""
+    prompt_tokens: int = 0
+    """Of the requests that have ended."""
+    generation_tokens: int = 0
+    """Of the requests that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
 class MetricsSnapshot:
     """What is told at a scrape. Counts and seconds are totals since the server's start."""
 
@@ -49,6 +67,8 @@ class MetricsSnapshot:
     """By cause."""
     num_poisonous: int
     """Requests that were failed because engines died of them."""
+    tenants: Mapping[str, TenantFigures]
+    """By tenant; a bounded number of names."""
 
     @property
     def device_busy_ratio(self) -> float:
@@ -130,6 +150,7 @@ class SnapshotCollector(Collector):
             "cause",
             now.engine_restarts,
         )
+        yield from _tenant_metrics(now.tenants)
         yield _labelled("runnerd_host_step_seconds", "Time of the engine's loop by phase.", "phase", now.host_seconds)
 
 
@@ -177,6 +198,29 @@ def _start(host: str, port: int, registry: CollectorRegistry) -> tuple[WSGIServe
             f"cannot serve metrics on {host} port {port}: {error.strerror or error}; give another --metrics-port, or "
             "--metrics-port 0 for a free one"
         ) from error
+
+
+_TENANT_METRICS = (
+    (GaugeMetricFamily, "runnerd_tenant_outputs_running", "num_running", "Outputs of the tenant that have begun."),
+    (
+        GaugeMetricFamily,
+        "runnerd_tenant_outputs_waiting",
+        "num_waiting",
+        "Outputs of the tenant that gave nothing yet.",
+    ),
+    (CounterMetricFamily, "runnerd_tenant_requests", "num_requests", "Accepted requests of the tenant that ended."),
+    (CounterMetricFamily, "runnerd_tenant_requests_refused", "num_refused", "Requests refused for want of room."),
+    (CounterMetricFamily, "runnerd_tenant_prompt_tokens", "prompt_tokens", "Prompt tokens of requests that ended."),
+    (CounterMetricFamily, "runnerd_tenant_generation_tokens", "generation_tokens", "Tokens given to those."),
+)
+
+
+def _tenant_metrics(tenants: Mapping[str, TenantFigures]) -> Iterator[Metric]:
+    for kind, name, attribute, text in _TENANT_METRICS:
+        family = kind(name, text, labels=["tenant"])
+        for tenant, figures in tenants.items():
+            family.add_metric([tenant], getattr(figures, attribute))
+        yield family
 
 
 def _labelled(name: str, text: str, label: str, values: Mapping[str, Any]) -> CounterMetricFamily:

@@ -10,7 +10,7 @@ import pytest
 from runnerd_service.cli.main import build_parser
 from runnerd_service.cli.settings import SETTINGS, Settings, default_text, load_settings
 from runnerd_service.cli.values import byte_size
-from runnerd_service.config import EngineConfig, ServerConfig
+from runnerd_service.config import EngineConfig, SecurityConfig, ServerConfig, TenantConfig
 from runnerd_service.errors import ConfigurationError
 
 
@@ -37,10 +37,13 @@ def test_nothing_given_is_the_default_configuration() -> None:
     assert load().config == ServerConfig()
 
 
-@pytest.mark.parametrize(("owner", "config"), [("engine", EngineConfig), ("server", ServerConfig)])
+@pytest.mark.parametrize(
+    ("owner", "config"),
+    [("engine", EngineConfig), ("server", ServerConfig), ("security", SecurityConfig), ("tenant", TenantConfig)],
+)
 def test_each_field_of_the_configuration_has_a_setting(owner: str, config: type) -> None:
     ours = {setting.attribute for setting in SETTINGS if setting.owner == owner}
-    assert ours == {field.name for field in fields(config)} - {"engine", "runner_options"}
+    assert ours == {field.name for field in fields(config)} - {"engine", "security", "tenant", "runner_options"}
 
 
 @pytest.mark.parametrize("setting", [one for one in SETTINGS if one.owner != "process"], ids=lambda one: one.name)

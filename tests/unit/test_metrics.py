@@ -47,7 +47,7 @@ def scrape(url: str) -> Samples:
 
 
 def snapshot_of(load: Load, ready: EngineReady | None) -> MetricsSnapshot:
-    return metrics_snapshot(load, ready, engine_restarts={"hang": 2, "signal": 0}, num_poisonous=1)
+    return metrics_snapshot(load, ready, engine_restarts={"hang": 2, "signal": 0}, num_poisonous=1, tenants={})
 
 
 def scraped(snapshot: MetricsSnapshot) -> Samples:

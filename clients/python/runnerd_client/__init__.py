@@ -14,7 +14,7 @@ from runnerd.v1.generation_pb2 import (
 )
 from runnerd.v1.inference_pb2 import GenerateResponse, OutputChunk, StreamGenerateResponse
 from runnerd_client.aio import AsyncClient, AsyncGenerationStream
-from runnerd_client.channel import DEFAULT_ADDRESS
+from runnerd_client.channel import DEFAULT_ADDRESS, Tls
 from runnerd_client.client import Client, GenerationStream
 from runnerd_client.errors import (
     AlreadyExistsError,
@@ -24,8 +24,10 @@ from runnerd_client.errors import (
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     RequestCancelledError,
     RunnerdError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from runnerd_client.requests import ChatTurn, Conversation, GenerateOptions, Prompt, chat
@@ -54,11 +56,14 @@ __all__ = [
     "NotFoundError",
     "OutputChunk",
     "OverloadedError",
+    "PermissionDeniedError",
     "Prompt",
     "RequestCancelledError",
     "RunnerdError",
     "StreamGenerateResponse",
+    "Tls",
     "Token",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "chat",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
 from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
-from runnerd_client.channel import CHANNEL_OPTIONS, DEFAULT_ADDRESS
+from runnerd_client.channel import DEFAULT_ADDRESS, CallTerms, Connection, Tls
 from runnerd_client.errors import from_rpc_error
 from runnerd_client.requests import (
     Conversation,
@@ -77,11 +77,33 @@ class Client:
     Args:
         address: ``host:port`` or ``unix:/path``.
         timeout: Seconds that a call may take, unless the call says otherwise; None waits without limit.
+        tls: How to speak TLS, and the client's certificate; None: no TLS.
+        token: Bearer token, or what gives it at each call.
+        metadata: Further metadata of each call, such as the one that names the tenant.
+        plaintext_token: Send the token without TLS to another machine, where something else protects the connection.
+
+    Raises:
+        ValueError: These do not go together: a token in the clear, TLS on a unix socket.
+        OSError: A file of ``tls`` cannot be read.
     """
 
-    def __init__(self, address: str = DEFAULT_ADDRESS, *, timeout: float | None = None) -> None:
+    def __init__(
+        self,
+        address: str = DEFAULT_ADDRESS,
+        *,
+        timeout: float | None = None,
+        tls: Tls | None = None,
+        token: str | Callable[[], str] | None = None,
+        metadata: Mapping[str, str] | None = None,
+        plaintext_token: bool = False,
+    ) -> None:
         self._timeout = timeout
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._connection = connection = Connection(address, tls, token, metadata, plaintext_token)
+        credentials = connection.credentials()
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=connection.options)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=connection.options)
         self._inference = inference_pb2_grpc.InferenceServiceStub(self._channel)
         self._model = server_pb2_grpc.ModelServiceStub(self._channel)
         self._server = server_pb2_grpc.ServerServiceStub(self._channel)
@@ -108,7 +130,7 @@ class Client:
     ) -> GenerationStream:
         """Generate and give the messages as they come."""
         request = generate_request(prompt, options)
-        return GenerationStream(self._inference.StreamGenerate(request, timeout=self._limit(timeout)))
+        return GenerationStream(self._inference.StreamGenerate(request, **self._terms(timeout)))
 
     def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
         """End a live request; its own call ends with RequestCancelledError. Gives whether it was live."""
@@ -158,9 +180,10 @@ class Client:
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None
     ) -> _Response:
         try:
-            return method(request, timeout=self._limit(timeout))
+            return method(request, **self._terms(timeout))
         except grpc.RpcError as error:
             raise from_rpc_error(error) from None
 
-    def _limit(self, timeout: float | None) -> float | None:
-        return self._timeout if timeout is None else timeout
+    def _terms(self, timeout: float | None) -> CallTerms:
+        limit = self._timeout if timeout is None else timeout
+        return {"timeout": limit, "metadata": self._connection.call_metadata()}

@@ -49,6 +49,14 @@ class InvalidRequestError(RunnerdError):
     """Fields of the request are wrong or ask for what is not served; see ``violations``."""
 
 
+class UnauthenticatedError(RunnerdError):
+    """The server wants to know who calls: the token is missing or not known there."""
+
+
+class PermissionDeniedError(RunnerdError):
+    """The caller is known and may not do this; administration needs an administrator's token or certificate."""
+
+
 class NotFoundError(RunnerdError):
     """The request names a model that is not served."""
 
@@ -79,6 +87,8 @@ class InternalError(RunnerdError):
 
 _CLASSES: dict[grpc.StatusCode, type[RunnerdError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.UNAUTHENTICATED: UnauthenticatedError,
+    grpc.StatusCode.PERMISSION_DENIED: PermissionDeniedError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.ALREADY_EXISTS: AlreadyExistsError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,

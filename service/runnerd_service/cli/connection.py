@@ -4,24 +4,41 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TypeVar
 
 from runnerd_client import (
     DEFAULT_ADDRESS,
     AlreadyExistsError,
+    AsyncClient,
     Client,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     RunnerdError,
+    Tls,
+    UnauthenticatedError,
     UnavailableError,
 )
 from runnerd_service.cli import exit_codes
+from runnerd_service.errors import ConfigurationError
 
 ADDRESS_VARIABLE = "RUNNERD_ADDRESS"
+TOKEN_VARIABLE = "RUNNERD_TOKEN"
 
-_REFUSALS = (InvalidRequestError, NotFoundError, AlreadyExistsError, OverloadedError)
+_REFUSALS = (
+    InvalidRequestError,
+    NotFoundError,
+    AlreadyExistsError,
+    OverloadedError,
+    UnauthenticatedError,
+    PermissionDeniedError,
+)
+
+_Client = TypeVar("_Client", Client, AsyncClient)
 
 
 class CallFailed(Exception):
@@ -41,6 +58,20 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
         metavar="ADDRESS",
         help=f"host:port or unix:/path of the server (default: ${ADDRESS_VARIABLE}, else {DEFAULT_ADDRESS})",
     )
+    group = parser.add_argument_group("security")
+    group.add_argument("--tls", action="store_true", help="speak TLS; the server's authority is a public one")
+    group.add_argument("--tls-ca", metavar="PATH", help="speak TLS; PEM file of the server's authority")
+    group.add_argument("--tls-cert", metavar="PATH", help="PEM file of the certificate to show the server")
+    group.add_argument("--tls-key", metavar="PATH", help="PEM file of that certificate's key")
+    group.add_argument("--tls-server-name", metavar="NAME", help="name in the server's certificate, if another")
+    group.add_argument(
+        "--token-file",
+        metavar="PATH",
+        help=f"file with the bearer token alone (default: the text in ${TOKEN_VARIABLE})",
+    )
+    group.add_argument(
+        "--plaintext-token", action="store_true", help="send the token without TLS, also to another machine"
+    )
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="most time a call may take (default: none)")
 
 
@@ -50,12 +81,47 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
 
     Raises:
         CallFailed: A call in the block failed.
+        ConfigurationError: The connection cannot be made as it was asked for.
     """
-    with Client(arguments.address, timeout=arguments.timeout) as client:
+    with _client(Client, arguments) as client:
         try:
             yield client
         except RunnerdError as error:
             raise CallFailed(_describe(error, arguments.address), _exit_code(error)) from error
+
+
+@asynccontextmanager
+async def connected_async(arguments: argparse.Namespace) -> AsyncIterator[AsyncClient]:
+    """Give an asynchronous client of the server; what its calls raise is the caller's.
+
+    Raises:
+        ConfigurationError: The connection cannot be made as it was asked for.
+    """
+    async with _client(AsyncClient, arguments) as client:
+        yield client
+
+
+def _client(kind: type[_Client], arguments: argparse.Namespace) -> _Client:
+    options = (arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
+    try:
+        tls = Tls(*options) if arguments.tls or any(options) else None
+        return kind(
+            arguments.address,
+            timeout=arguments.timeout,
+            tls=tls,
+            token=_token(arguments.token_file),
+            plaintext_token=arguments.plaintext_token,
+        )
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {error.filename}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _token(path: str | None) -> str | None:
+    if path is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    return Path(path).read_text(encoding="utf-8").strip()
 
 
 def _exit_code(error: RunnerdError) -> int:

@@ -10,17 +10,28 @@ import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from runnerd_service.cli.values import boolean, byte_size, count, message_size, one_of, seconds, share, text
-from runnerd_service.config import EngineConfig, ServerConfig
+from runnerd_service.cli.values import (
+    boolean,
+    byte_size,
+    count,
+    message_size,
+    metadata_key,
+    names,
+    one_of,
+    seconds,
+    share,
+    text,
+)
+from runnerd_service.config import EngineConfig, SecurityConfig, ServerConfig, TenantConfig
 from runnerd_service.errors import ConfigurationError
 
 ENVIRONMENT_PREFIX = "RUNNERD_"
 RUNNER_OPTION = "runner-option"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
-Owner = Literal["engine", "server", "process"]
+Owner = Literal["engine", "server", "security", "tenant", "process"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,7 @@ class Setting:
 
     name: str
     owner: Owner
-    """Whose field it fills: EngineConfig's, ServerConfig's, or none of theirs."""
+    """Whose field it fills: EngineConfig's, ServerConfig's, SecurityConfig's, TenantConfig's, or none of theirs."""
     parse: Callable[[str], object]
     """Checks a text and gives its value; raises ValueError that says what was expected."""
     help: str
@@ -158,13 +169,88 @@ SETTINGS: tuple[Setting, ...] = (
         "SECONDS",
         "step_timeout_seconds",
     ),
+    Setting("max-metadata-bytes", "server", byte_size, "largest metadata of a call: 16KiB", "SIZE"),
+    Setting("tls-cert", "security", text, "PEM file of the server's certificate; turns TLS on for the port", "PATH"),
+    Setting("tls-key", "security", text, "PEM file of the certificate's key", "PATH"),
+    Setting(
+        "tls-client-ca",
+        "security",
+        text,
+        "PEM file of certificates; clients have to show one that these have signed (mutual TLS)",
+        "PATH",
+    ),
+    Setting(
+        "tls-admins",
+        "security",
+        names,
+        "names in clients' certificates that may administrate, with commas between them (default: none)",
+        "NAMES",
+    ),
+    Setting(
+        "auth-tokens",
+        "security",
+        text,
+        "TOML file of bearer tokens; calls then need one (see docs/security.md)",
+        "PATH",
+    ),
+    Setting(
+        "tenant-metadata",
+        "security",
+        metadata_key,
+        "metadata key that names the tenant, where the token leaves that open (default: none)",
+        "KEY",
+    ),
+    Setting(
+        "share-prefixes",
+        "security",
+        boolean,
+        "let tenants share cached prefixes; times and cached_tokens then tell each what others sent",
+    ),
+    Setting("reflection", "security", boolean, "serve the description of the services to callers"),
+    Setting(
+        "tenant-max-running",
+        "tenant",
+        count(1),
+        "outputs that a tenant may have in the engine; further ones wait (default: no limit)",
+        "N",
+        "max_running",
+    ),
+    Setting(
+        "tenant-max-tokens",
+        "tenant",
+        count(1),
+        "prompt and output tokens that these may have together; further ones wait (default: no limit)",
+        "N",
+        "max_tokens",
+    ),
+    Setting(
+        "tenant-max-waiting",
+        "tenant",
+        count(0),
+        "requests of a tenant that may wait; further ones get RESOURCE_EXHAUSTED (default: no limit)",
+        "N",
+        "max_waiting",
+    ),
+    Setting(
+        "tenant-max-waiting-tokens",
+        "tenant",
+        count(1),
+        "prompt tokens that a tenant's waiting requests may have together (default: no limit)",
+        "N",
+        "max_waiting_tokens",
+    ),
     Setting("log-level", "process", one_of(*LOG_LEVELS), "least level of log lines (default: info)", "LEVEL"),
 )
 """All but ``runner-option``, which has many values."""
 
-_NOT_OF_SERVE = frozenset({f"{ENVIRONMENT_PREFIX}ADDRESS"})
+_NOT_OF_SERVE = frozenset({f"{ENVIRONMENT_PREFIX}ADDRESS", f"{ENVIRONMENT_PREFIX}TOKEN"})
 """Variables of the other subcommands."""
-_DEFAULTS: Mapping[Owner, Mapping[str, object]] = {"engine": asdict(EngineConfig()), "server": asdict(ServerConfig())}
+_DEFAULTS: Mapping[Owner, Mapping[str, object]] = {
+    "engine": asdict(EngineConfig()),
+    "server": asdict(ServerConfig()),
+    "security": asdict(SecurityConfig()),
+    "tenant": asdict(TenantConfig()),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,14 +292,20 @@ def load_settings(
     merged.texts |= flags
     merged.labels |= {name: f"--{name}" for name in flags}
     options = from_file.runner_options | from_environment.runner_options | dict(runner_options)
-    values: dict[str, dict[str, Any]] = {"engine": {"runner_options": options}, "server": {}, "process": {}}
+    values: dict[str, dict[str, Any]] = {owner: {} for owner in get_args(Owner)}
+    values["engine"]["runner_options"] = options
     for setting in SETTINGS:
         if setting.name in merged.texts:
             value = _parse(setting, merged.texts[setting.name], merged.labels[setting.name])
             values[setting.owner][setting.attribute] = value
     known = {setting.variable for setting in SETTINGS} | {_variable(RUNNER_OPTION)} | _NOT_OF_SERVE
     return Settings(
-        config=ServerConfig(engine=EngineConfig(**values["engine"]), **values["server"]),
+        config=ServerConfig(
+            engine=EngineConfig(**values["engine"]),
+            security=SecurityConfig(**values["security"]),
+            tenant=TenantConfig(**values["tenant"]),
+            **values["server"],
+        ),
         ignored_variables=tuple(
             sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
         ),
@@ -226,7 +318,7 @@ def default_text(setting: Setting) -> str:
     if setting.owner == "process":
         return ""
     value = _DEFAULTS[setting.owner][setting.attribute]
-    return "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "" if value in (None, ()) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def split_option(assignment: str, label: str) -> tuple[str, str]:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 _MAX_MESSAGE_BYTES = 1 << 30
 """Protobuf ends at 2 GiB, and so do gRPC's own limits, which are above ours."""
+_METADATA_KEY = re.compile(r"[0-9a-z_.-]+")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
 
 
@@ -89,6 +90,24 @@ def one_of(*choices: str) -> Callable[[str], str]:
         return value.lower()
 
     return parse
+
+
+def names(value: str) -> tuple[str, ...]:
+    """Take names with commas between them."""
+    found = tuple(one.strip() for one in value.split(","))
+    if not all(found):
+        raise ValueError("names with commas between them")
+    return found
+
+
+def metadata_key(value: str) -> str:
+    """Take a key of gRPC metadata that holds text."""
+    key = value.strip().lower()
+    if not _METADATA_KEY.fullmatch(key) or key.startswith(("grpc-", ":")) or key.endswith("-bin"):
+        raise ValueError("a metadata key of text, such as x-tenant")
+    if key == "authorization":
+        raise ValueError("another metadata key: authorization holds the token")
+    return key
 
 
 def _number(value: str) -> float:

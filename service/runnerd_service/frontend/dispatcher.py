@@ -75,7 +75,14 @@ class Dispatcher:
         self._on_trial, self._engine_is_sound = True, False
         self.detach()
 
-    def add(self, owner: OngoingRequest, request: AddRequest, sink: Callable[[RequestOutput], None]) -> None:
+    def add(
+        self,
+        owner: OngoingRequest,
+        request: AddRequest,
+        sink: Callable[[RequestOutput], None],
+        *,
+        waits: bool = False,
+    ) -> None:
         """Give an output to the engine, and to those after it.
 
         Args:
@@ -84,8 +91,9 @@ class Dispatcher:
             sink: Called with what engines give, each token once, up to a finish that is not "failed": what becomes of
                 a request that fails is told to its owner.
         """
+            waits: Give it to the engine when all requests may run together again, and not before.
         output = self._outputs[request.uid] = owner.outputs[request.uid] = OngoingOutput(owner, request, sink)
-        if self._client is not None:
+        if self._client is not None and not waits:
             self._admit(self._client, [output])
 
     def abort(self, uids: Iterable[int]) -> None:

@@ -13,7 +13,11 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from typing import TypeVar
+
+import msgspec
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.messages import EngineReady, Load, LoadProgress, RequestOutput
@@ -63,7 +67,7 @@ class Frontend:
         self._engine = EngineSupervisor(config, self._on_engine_state)
         self._states = StateBoard("loading")
         self._model: LoadedModel | None = None
-        self._live = LiveRequests(config.engine.max_num_seqs, config.max_waiting, config.max_waiting_tokens)
+        self._live = LiveRequests(config)
         # Few, so that slow templates of clients hold up each other and nobody else.
         self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         self._traces = TraceCapture()
@@ -81,7 +85,8 @@ class Frontend:
     @property
     def load(self) -> Load:
         """The latest counters; without an engine, all live outputs wait."""
-        return self._engine.load
+        load, num_held = self._engine.load, self._live.num_held
+        return msgspec.structs.replace(load, num_waiting=load.num_waiting + num_held) if num_held else load
 
     @property
     def engine_ready(self) -> EngineReady | None:
@@ -147,8 +152,9 @@ class Frontend:
         loop = asyncio.get_running_loop()
         arrival = loop.time()
         model = self._require_model(accepts_work=True)
-        self._live.check_room(1, self._engine.load.num_waiting)  # before any work is done for it
-        live = self._live.begin(generation.request_id)
+        # before any work is done for it
+        self._live.check_room(generation.tenant, 1, self._engine.load.num_waiting)
+        live = self._live.begin(generation.request_id, generation.tenant)
         timers: list[asyncio.TimerHandle] = []
         try:
             request = await self._run(effort_of(generation), lambda: model.preparer.prepare(generation))
@@ -166,10 +172,16 @@ class Frontend:
             self._forget(live.uids)
             self._live.end(live)
 
-    def abort(self, request_id: str) -> bool:
-        """End a live request: its reader gets RequestAborted. Give whether there was something to end."""
-        live = self._live.find(request_id)
-        return live is not None and self._fail(live, RequestAborted(f"request {request_id!r} was aborted"))
+    def abort(self, request_id: str, tenant: str | None = None) -> bool:
+        """End a live request: its reader gets RequestAborted. Give whether there was something to end.
+
+        Args:
+            request_id: As it was given or drawn.
+            tenant: Whose it is; None: anybody's, and of all that have this id.
+        """
+        found = self._live.find(request_id, tenant)
+        ended = [self._fail(live, RequestAborted(f"request {request_id!r} was aborted")) for live in found]
+        return any(ended)
 
     async def tokenize(self, prompt: str | ChatPrompt, add_special_tokens: bool | None = None) -> Tokenized:
         """Give the token ids that :meth:`generate` would see.
@@ -207,7 +219,11 @@ class Frontend:
         """Give the figures as they are now; may be called from any thread."""
         engine = self._engine
         return metrics_snapshot(
-            self.load, self.engine_ready, engine_restarts=engine.num_restarts, num_poisonous=engine.num_poisonous
+            self.load,
+            self.engine_ready,
+            engine_restarts=engine.num_restarts,
+            num_poisonous=engine.num_poisonous,
+            tenants=self._live.tenant_figures(),
         )
 
     async def capture_trace(self, seconds: float) -> CapturedTrace:
@@ -286,21 +302,27 @@ class Frontend:
             raise live.error
         self._require_model(accepts_work=True)  # it may have changed while a long prompt was prepared
         num_prompt_tokens = len(request.prompt_token_ids)
-        self._live.check_room(request.n, self._engine.load.num_waiting, num_prompt_tokens)
+        if (live.tenant or "\0" in request.cache_salt) and not self._config.security.share_prefixes:
+            # What others have cached shows in times and counts. No tenant's name has this character.
+            request = replace(request, cache_salt=f"{live.tenant}\0{request.cache_salt}")
+        self._live.check_room(live.tenant, request.n, self._engine.load.num_waiting, num_prompt_tokens)
         stream = RequestStream(request, model.tokenizer, lambda index: self._forget((live.uids[index],)))
         live.stream = stream
         ongoing = OngoingRequest(lambda error: self._fail(live, error))
         for index in range(request.n):
             uid = self._live.open_output(live, num_prompt_tokens)
-            self._engine.add(
-                ongoing, request.add_request(uid, index, time.monotonic_ns()), self._sink(uid, stream, index)
-            )
+            added = request.add_request(uid, index, time.monotonic_ns())
+            start = partial(self._engine.add_accepted, ongoing, added, self._sink(live, uid, index))
+            self._live.start_output(uid, request.priority, num_prompt_tokens + request.max_tokens, start)
         logger.debug("request %s: %d prompt tokens", live.request_id, num_prompt_tokens)
         return stream
 
-    def _sink(self, uid: int, stream: RequestStream, index: int) -> Callable[[RequestOutput], None]:
+    def _sink(self, live: LiveRequest, uid: int, index: int) -> Callable[[RequestOutput], None]:
+        stream = live.stream
+        assert stream is not None  # it is submitted
+
         def sink(output: RequestOutput) -> None:
-            self._live.heard(uid)
+            self._live.heard(live, uid, output)
             if output.finish is not None:
                 self._live.close_outputs((uid,))
             stream.receive(index, output)
@@ -325,11 +347,13 @@ class Frontend:
             self._fail(live, error)
 
     def _forget(self, uids: Sequence[int]) -> None:
-        self._live.close_outputs(uids)
         self._engine.abort(uids)
+        self._live.close_outputs(uids)  # which may start others of the tenant
 
     def _on_engine_state(self, state: EngineState) -> None:
         if state == "failed" and self._model is not None:
             self._states.set("failed")
+            # Those that an engine had are failed by the supervisor, with the reason; these are held back from it.
+            asyncio.get_running_loop().call_soon(self._fail_all, self._engine.not_ready())
         elif state in ("serving", "recovering") and self.state in ("serving", "recovering"):
             self._states.set(state)

@@ -1,7 +1,7 @@
 """Which requests are live, which of their outputs the engine still works on, and whether there is room for more.
 
 Engine requests have uids that are never used twice, so a request id may be used again as soon as it is free. This
-module knows no engine process: it is told.
+module knows no engine process: it is told. Request ids are each tenant's own.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from runnerd_service.config import ServerConfig
+from runnerd_service.engine.messages import RequestOutput
 from runnerd_service.errors import DuplicateRequest, Overloaded, RunnerdError
+from runnerd_service.frontend.occupancy import Limits, Occupancy
 from runnerd_service.frontend.stream import RequestStream
-
-_OVERLOAD_RETRY_SECONDS = 1.0
+from runnerd_service.frontend.tenants import Tenants
+from runnerd_service.metrics import TenantFigures
 
 
 @dataclass(slots=True, eq=False)
@@ -26,6 +29,12 @@ class LiveRequest:
     uids: list[int] = field(default_factory=list)
     """Its engine requests, by output index; empty until submitted."""
     stream: RequestStream | None = None
+    tenant: str = ""
+    """On whose behalf; empty for nobody's in particular."""
+    num_prompt_tokens: int = 0
+    """0 until submitted."""
+    num_generation_tokens: int = 0
+    """Of all outputs, so far."""
     error: RunnerdError | None = None
     """Why it ends before it was submitted."""
 
@@ -41,22 +50,15 @@ class LiveRequests:
     """All live requests.
 
     Args:
-        max_running: Outputs that may run at once.
-        max_waiting: Outputs that may wait for a place.
-        max_waiting_tokens: Prompt tokens that these may have together; None for no limit.
+        config: Says how many may run and wait.
     """
 
-    def __init__(self, max_running: int, max_waiting: int, max_waiting_tokens: int | None = None) -> None:
-        self._max_running = max_running
-        self._max_waiting = max_waiting
-        self._max_waiting_tokens = max_waiting_tokens
-        self._by_id: dict[str, LiveRequest] = {}
+    def __init__(self, config: ServerConfig) -> None:
+        self._all = Occupancy(Limits(config.engine.max_num_seqs, config.max_waiting, config.max_waiting_tokens))
+        self._tenants = Tenants(config.tenant)
+        self._by_id: dict[tuple[str, str], LiveRequest] = {}
+        """By tenant and request id."""
         self._uids = itertools.count(1)
-        self._open: set[int] = set()
-        """Engine requests whose end is not known yet."""
-        self._silent: dict[int, int] = {}
-        """Those of them that gave nothing yet, with the tokens of their prompts."""
-        self._num_silent_tokens = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -66,27 +68,42 @@ class LiveRequests:
     def __iter__(self) -> Iterator[LiveRequest]:
         return iter(tuple(self._by_id.values()))
 
-    def find(self, request_id: str) -> LiveRequest | None:
-        """Give the live request of this id."""
-        return self._by_id.get(request_id)
+    @property
+    def num_held(self) -> int:
+        """Outputs that are held back from the engine, because their tenant has enough there."""
+        return self._tenants.num_held
 
-    def begin(self, request_id: str | None) -> LiveRequest:
+    def tenant_figures(self) -> Mapping[str, TenantFigures]:
+        """Give what each tenant has and had; may be called from any thread."""
+        return self._tenants.figures()
+
+    def find(self, request_id: str, tenant: str | None) -> tuple[LiveRequest, ...]:
+        """Give the live requests of this id: a tenant's one, or those of all when None."""
+        if tenant is not None:
+            found = self._by_id.get((tenant, request_id))
+            return () if found is None else (found,)
+        return tuple(live for live in self._by_id.values() if live.request_id == request_id)
+
+    def begin(self, request_id: str | None, tenant: str) -> LiveRequest:
         """Note a new request; its id is drawn when None.
 
         Raises:
-            DuplicateRequest: A live request has this id.
+            DuplicateRequest: A live request of the tenant has this id.
         """
         name = uuid.uuid4().hex if request_id is None else request_id
-        if name in self._by_id:
+        key = (tenant, name)
+        if key in self._by_id:
             raise DuplicateRequest(f"a live request has the id {name!r}; use another or wait for its end")
-        live = self._by_id[name] = LiveRequest(name)
+        live = self._by_id[key] = LiveRequest(name, tenant=tenant)
         self._idle.clear()
         return live
 
     def end(self, live: LiveRequest) -> None:
         """Forget a request: its reader has left."""
         self.close_outputs(live.uids)
-        del self._by_id[live.request_id]
+        del self._by_id[live.tenant, live.request_id]
+        if live.stream is not None:
+            self._tenants.note_ended(live.tenant, live.num_prompt_tokens, live.num_generation_tokens)
         if not self._by_id:
             self._idle.set()
 
@@ -98,54 +115,47 @@ class LiveRequests:
         """Give a new uid for the next output of ``live``."""
         uid = next(self._uids)
         live.uids.append(uid)
-        self._open.add(uid)
-        self._silent[uid] = num_prompt_tokens
-        self._num_silent_tokens += num_prompt_tokens
+        live.num_prompt_tokens = num_prompt_tokens
+        self._all.open(uid, num_prompt_tokens)
+        self._tenants.open(live.tenant, uid, num_prompt_tokens)
         return uid
 
-    def heard(self, uid: int) -> None:
+    def start_output(self, uid: int, priority: int, num_tokens: int, start: Callable[[], None]) -> None:
+        """Call ``start`` when the output's tenant has room for it in the engine; see :meth:`Tenants.start`."""
+        self._tenants.start(uid, priority, num_tokens, start)
+
+    def heard(self, live: LiveRequest, uid: int, output: RequestOutput) -> None:
         """Note that the engine gave something for ``uid``."""
-        if self._silent:
-            self._num_silent_tokens -= self._silent.pop(uid, 0)
+        live.num_generation_tokens += len(output.token_ids)
+        if self._all.is_silent(uid):
+            self._all.heard(uid)
+            self._tenants.heard(uid)
 
     def has_begun(self, live: LiveRequest) -> bool:
         """Whether the engine gave something for an output of ``live``."""
-        return not all(uid in self._silent for uid in live.uids)
+        return not all(self._all.is_silent(uid) for uid in live.uids)
 
     def close_outputs(self, uids: Iterable[int]) -> None:
         """Note that the engine does not work on these any more; some may be closed already."""
-        self._open.difference_update(uids)
         for uid in uids:
-            self.heard(uid)
+            self._all.close(uid)
+            self._tenants.close(uid)
 
-    def check_room(self, num_new: int, reported_waiting: int, num_prompt_tokens: int = 0) -> None:
+    def check_room(self, tenant: str, num_new: int, reported_waiting: int, num_prompt_tokens: int = 0) -> None:
         """Check that ``num_new`` more outputs may be given to the engine.
 
         Args:
+            tenant: Whose they are.
             num_new: Outputs.
             reported_waiting: The engine's own count of waiting ones, as of its last step.
             num_prompt_tokens: Of each of the new ones; 0 while that is not known.
 
         Raises:
-            Overloaded: Too many would wait.
+            Overloaded: Too many would wait, of everybody's or of the tenant's.
         """
-        beyond_places = len(self._open) + num_new - self._max_running
-        # When memory is short, some wait though places are free; the engine's count may be a step old.
-        num_waiting = min(reported_waiting, len(self._silent))
-        if beyond_places > self._max_waiting or (num_waiting and num_waiting + num_new > self._max_waiting):
-            limit = self._max_waiting
-            raise Overloaded(
-                f"{len(self._open)} outputs run or wait; with {num_new} more, more than {limit} would wait; try later",
-                subject="max_waiting",
-                retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
-            )
-        if self._max_waiting_tokens is None or not (beyond_places > 0 or num_waiting):
-            return
-        num_tokens = self._num_silent_tokens + num_new * num_prompt_tokens
-        if num_tokens > self._max_waiting_tokens:
-            raise Overloaded(
-                f"the prompts that wait would have {num_tokens} tokens with this one, more than "
-                f"{self._max_waiting_tokens}; try later, or with a shorter prompt",
-                subject="max_waiting_tokens",
-                retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
-            )
+        try:
+            self._all.check_room(num_new, reported_waiting, num_prompt_tokens)
+            self._tenants.check_room(tenant, num_new, reported_waiting, num_prompt_tokens)
+        except Overloaded:
+            self._tenants.note_refused(tenant)
+            raise

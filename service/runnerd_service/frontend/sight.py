@@ -14,7 +14,7 @@ from runnerd_service.engine.messages import EngineReady, Load
 from runnerd_service.engine.trace import Trace
 from runnerd_service.errors import FieldViolation, InvalidRequest, Overloaded
 from runnerd_service.frontend.trace_events import trace_json
-from runnerd_service.metrics import MetricsSnapshot
+from runnerd_service.metrics import MetricsSnapshot, TenantFigures
 
 MAX_TRACE_SECONDS = 60.0
 _FAILURE_SEEN_SECONDS = 0.1
@@ -34,7 +34,12 @@ class CapturedTrace:
 
 
 def metrics_snapshot(
-    load: Load, ready: EngineReady | None, *, engine_restarts: Mapping[str, int], num_poisonous: int
+    load: Load,
+    ready: EngineReady | None,
+    *,
+    engine_restarts: Mapping[str, int],
+    num_poisonous: int,
+    tenants: Mapping[str, TenantFigures],
 ) -> MetricsSnapshot:
     """Give the metrics' view of the engine's counters.
 
@@ -43,6 +48,7 @@ def metrics_snapshot(
         ready: What the engine told when it was ready; None before.
         engine_restarts: By cause.
         num_poisonous: Requests that were failed because engines died of them.
+        tenants: Figures by tenant.
     """
     return MetricsSnapshot(
         num_running=load.num_running,
@@ -64,6 +70,7 @@ def metrics_snapshot(
         depth=load.depth,
         engine_restarts=dict(engine_restarts),
         num_poisonous=num_poisonous,
+        tenants=tenants,
     )
 
 

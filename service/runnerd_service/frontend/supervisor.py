@@ -120,15 +120,12 @@ class EngineSupervisor:
         self._install(self._latest, ready)
         return ready
 
-    def add(self, owner: OngoingRequest, request: AddRequest, sink: Callable[[RequestOutput], None]) -> None:
+    def add_accepted(self, owner: OngoingRequest, request: AddRequest, sink: Callable[[RequestOutput], None]) -> None:
         """Give an output to the engine, and to those after it; see :meth:`Dispatcher.add`.
 
-        Raises:
-            NotReady: No engine takes requests now.
+        One that was accepted earlier may come while there is no engine, or while a request is tried alone: it waits.
         """
-        if self.state != "serving":
-            raise self.not_ready()
-        self._dispatcher.add(owner, request, sink)
+        self._dispatcher.add(owner, request, sink, waits=self.state != "serving")
 
     def abort(self, uids: Iterable[int]) -> None:
         """Forget outputs; their sinks are not called any more. Those that have ended are passed over."""

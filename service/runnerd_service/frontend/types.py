@@ -64,6 +64,8 @@ class Generation:
     model: str | None = None
     adapter: str | None = None
     cache_salt: str | None = None
+    tenant: str = ""
+    """On whose behalf; empty for nobody's in particular. Not of the request: who calls is known by other means."""
 
 
 @dataclass(frozen=True, slots=True)

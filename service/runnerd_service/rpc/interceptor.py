@@ -65,7 +65,7 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
             try:
                 return await handler(self._read(data, parse), context)
             except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001 - the one place that maps all of them
-                return await _abort(method, error, context)
+                return await abort(method, error, context)
 
         return call
 
@@ -81,7 +81,7 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
                         await context.write(message)
                         limit.end()
             except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001
-                await _abort(method, error, context)
+                await abort(method, error, context)
 
         return call
 
@@ -102,7 +102,7 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
         raise InvalidRequest(FieldViolation(parse(b"").DESCRIPTOR.name, problem))
 
 
-async def _abort(method: str, error: BaseException, context: _Context) -> None:
+async def abort(method: str, error: BaseException, context: _Context) -> None:
     """End the call with the status of ``error``.
 
     Raises:

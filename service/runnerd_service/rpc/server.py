@@ -21,8 +21,11 @@ from runnerd_service.config import ServerConfig
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.rpc import health
+from runnerd_service.rpc.access import Access, AccessInterceptor
 from runnerd_service.rpc.interceptor import HandlerInterceptor
 from runnerd_service.rpc.servicers import InferenceServicer, ModelServicer, ServerServicer
+from runnerd_service.rpc.tls import server_credentials
+from runnerd_service.security.exposure import exposure_warnings
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ SERVICE_NAMES = (
 
 _KIB = 1024
 _MAX_INT = 2**31 - 1
+_HANDSHAKE_MILLISECONDS = 20_000
 
 
 def server_options(config: ServerConfig) -> Sequence[tuple[str, int]]:
@@ -50,7 +54,11 @@ def server_options(config: ServerConfig) -> Sequence[tuple[str, int]]:
         # above the limit of ours, whose answer says what to do; gRPC's own RESOURCE_EXHAUSTED is the last resort
         ("grpc.max_receive_message_length", min(2 * config.max_message_bytes + 1024 * _KIB, _MAX_INT)),
         ("grpc.max_send_message_length", -1),
-        ("grpc.max_metadata_size", 16 * _KIB),
+        # one limit: between two, gRPC refuses by chance
+        ("grpc.max_metadata_size", config.max_metadata_bytes),
+        ("grpc.absolute_max_metadata_size", config.max_metadata_bytes),
+        # who connects and says nothing, or not what TLS wants, is let go
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MILLISECONDS),
     )
 
 
@@ -60,15 +68,22 @@ class RpcServer:
     Args:
         config: Addresses and limits.
         frontend: Serves the generations; started and closed by whoever made it.
+
+    Raises:
+        ConfigurationError: The files of certificates or tokens cannot be used.
     """
 
     def __init__(self, config: ServerConfig, frontend: Frontend) -> None:
         self._config = config
         self._frontend = frontend
         self._server = grpc.aio.server(
-            interceptors=[HandlerInterceptor(config.max_message_bytes, config.stall_timeout_seconds)],
+            interceptors=[
+                AccessInterceptor(Access(config.security)),
+                HandlerInterceptor(config.max_message_bytes, config.stall_timeout_seconds),
+            ],
             options=server_options(config),
         )
+        self._credentials = server_credentials(config.security)
         self._health = health.HealthServicer(SERVICE_NAMES)
         self._port = config.port
         self._socket_path: Path | None = None
@@ -77,7 +92,8 @@ class RpcServer:
         server_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(frontend), self._server)
         server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(frontend, config), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((*SERVICE_NAMES, health.NAME, reflection.SERVICE_NAME), self._server)
+        if config.security.reflection:
+            reflection.enable_server_reflection((*SERVICE_NAMES, health.NAME, reflection.SERVICE_NAME), self._server)
 
     @property
     def port(self) -> int:
@@ -96,6 +112,8 @@ class RpcServer:
         Raises:
             ConfigurationError: An address cannot be used; the message says why and what to do.
         """
+        for warning in exposure_warnings(self._config):
+            logger.warning("%s", warning)
         self._port = self._bind_tcp(self._config.host, self._config.port)
         if self._config.unix_socket is not None:
             self._bind_unix(Path(self._config.unix_socket))
@@ -121,7 +139,10 @@ class RpcServer:
         remedy = f"cannot listen on {host} port {port}: %s; give another --host or --port, or --port 0 for a free one"
         _check_tcp(host, port, remedy)
         try:
-            return self._server.add_insecure_port(f"{_bracketed(host)}:{port}")
+            address = f"{_bracketed(host)}:{port}"
+            if self._credentials is None:
+                return self._server.add_insecure_port(address)
+            return self._server.add_secure_port(address, self._credentials)
         except RuntimeError as error:
             raise ConfigurationError(remedy % error) from error
 

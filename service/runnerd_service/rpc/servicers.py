@@ -21,6 +21,7 @@ from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.frontend.types import Event, Generation, OutputChunk, Started
 from runnerd_service.frontend.validation import MAX_NAME_CHARACTERS
 from runnerd_service.rpc import convert, replies
+from runnerd_service.rpc.access import CALLER
 from runnerd_service.rpc.runners import describe_runners
 from runnerd_spi import SPI_VERSION
 
@@ -33,6 +34,7 @@ _Result = TypeVar("_Result")
 _LARGE_BYTES = 64 * 1024
 """Larger requests take milliseconds to convert, and more: that is done in a thread."""
 _MANY_TOKENS = 10_000
+LAST_ERROR_FOR_USERS = "the engine failed; administrators are told how"
 
 
 class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
@@ -49,7 +51,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> inference_pb2.GenerateResponse:
         """Gather all events and answer once."""
-        generation = replace(await _converted(convert.to_generation, request), cumulative=False)
+        generation = replace(await _generation(request), cumulative=False)
         collector = replies.Collector()
         async with aclosing(self._events(generation)) as events:
             async for event in events:
@@ -60,7 +62,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
         """Send a message per event."""
-        async with aclosing(self._events(await _converted(convert.to_generation, request))) as events:
+        async with aclosing(self._events(await _generation(request))) as events:
             async for event in events:
                 yield replies.stream_message(event)
 
@@ -68,7 +70,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """End a live request."""
         if not request.request_id:
             raise InvalidRequest(FieldViolation("request_id", "is empty; give the name of the request to end"))
-        return inference_pb2.AbortResponse(aborted=self._frontend.abort(request.request_id))
+        caller = CALLER.get()
+        # Administrators may end anybody's.
+        tenant = None if caller.is_admin else caller.tenant
+        return inference_pb2.AbortResponse(aborted=self._frontend.abort(request.request_id, tenant))
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: _Context
@@ -110,6 +115,7 @@ class _RequestRecord:
     def __init__(self, generation: Generation) -> None:
         self.outcome = "cancelled"
         self._request_id = generation.request_id or "(refused)"
+        self._tenant = generation.tenant
         self._num_outputs = _num_outputs(generation)
         self._num_finished = self._prompt_tokens = 0
         self._completion_tokens: dict[int, int] = {}
@@ -134,8 +140,9 @@ class _RequestRecord:
 
     def log(self) -> None:
         logger.info(
-            "request %s %s: %d prompt tokens, %d output tokens, %.3f s",
+            "request %s%s %s: %d prompt tokens, %d output tokens, %.3f s",
             _printable(self._request_id),
+            f" of {self._tenant}" if self._tenant else "",
             self.outcome,
             self._prompt_tokens,
             sum(self._completion_tokens.values()),
@@ -146,6 +153,11 @@ class _RequestRecord:
 def _printable(name: str) -> str:
     """Give a client's name as the log can hold it: within a line, and no longer than a name may be."""
     return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in name[:MAX_NAME_CHARACTERS])
+
+
+async def _generation(request: generation_pb2.GenerateRequest) -> Generation:
+    """Give the generation that is asked for, with the tenant of whoever asks."""
+    return replace(await _converted(convert.to_generation, request), tenant=CALLER.get().tenant)
 
 
 async def _converted(convert_request: Callable[[_Request], _Result], request: _Request) -> _Result:
@@ -203,7 +215,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             max_num_seqs=engine.max_num_seqs,
             max_num_batched_tokens=engine.max_num_batched_tokens,
             uptime=replies.duration(time.monotonic() - self._started),
-            last_error=self._frontend.last_error,
+            last_error=self._last_error(),
             max_message_bytes=self._config.max_message_bytes,
             num_engine_restarts=self._frontend.num_engine_restarts,
             engine_pid=self._frontend.engine_pid or 0,
@@ -215,6 +227,11 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
             info.block_size = ready.block_size
             info.num_blocks = ready.num_blocks
         return info
+
+    def _last_error(self) -> str:
+        """Give the last error to administrators: it may name files and hold lines of the engine's log."""
+        error = self._frontend.last_error
+        return error if CALLER.get().is_admin or not error else LAST_ERROR_FOR_USERS
 
     async def GetLoad(self, request: server_pb2.GetLoadRequest, context: _Context) -> server_pb2.GetLoadResponse:
         """Give the engine's counters."""

@@ -24,11 +24,13 @@ from runnerd_service.errors import (
     ModelNotFound,
     NotReady,
     Overloaded,
+    PermissionDenied,
     PoisonousRequest,
     ReaderStalled,
     RequestAborted,
     RowFailed,
     RunnerdError,
+    Unauthenticated,
 )
 from runnerd_service.rpc.replies import duration
 
@@ -89,6 +91,8 @@ class StatusMapping:
 TABLE: Mapping[type[RunnerdError], StatusMapping] = {
     RunnerdError: StatusMapping(grpc.StatusCode.INTERNAL, "INTERNAL"),
     InvalidRequest: StatusMapping(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_REQUEST", _bad_request),
+    Unauthenticated: StatusMapping(grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED"),
+    PermissionDenied: StatusMapping(grpc.StatusCode.PERMISSION_DENIED, "PERMISSION_DENIED"),
     ModelNotFound: StatusMapping(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
     DuplicateRequest: StatusMapping(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST"),
     RequestAborted: StatusMapping(grpc.StatusCode.CANCELLED, "REQUEST_ABORTED"),

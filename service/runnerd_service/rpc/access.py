@@ -1,0 +1,257 @@
+"""Who calls, and whether they may: bearer tokens, clients' certificates, roles. Stands before all other interceptors.
+
+A call without a good token is refused before its message is read. Health is for everybody; what is not listed here is
+for administrators.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import grpc
+
+from runnerd_service.config import SecurityConfig
+from runnerd_service.errors import FieldViolation, InvalidRequest, PermissionDenied, RunnerdError, Unauthenticated
+from runnerd_service.rpc.interceptor import abort
+from runnerd_service.security.reloading import Reloading
+from runnerd_service.security.tokens import ANY_TENANT, NAME_RULE, Token, TokenTable, is_name, load_tokens
+
+logger = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"  # not a class that takes parameters at run time
+_Metadata = Iterable[tuple[str, str | bytes]]
+
+FOR_EVERYBODY = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+FOR_USERS = frozenset(
+    {
+        "/runnerd.v1.InferenceService/Generate",
+        "/runnerd.v1.InferenceService/StreamGenerate",
+        "/runnerd.v1.InferenceService/Abort",
+        "/runnerd.v1.InferenceService/Tokenize",
+        "/runnerd.v1.InferenceService/Detokenize",
+        "/runnerd.v1.ModelService/GetModelInfo",
+        "/runnerd.v1.ServerService/GetServerInfo",
+        "/runnerd.v1.ServerService/GetLoad",
+        "/runnerd.v1.ServerService/ListRunners",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    }
+)
+"""All others are for administrators, those that come with later releases included."""
+
+_TLS_OF_UNIX = "unix:"
+_LOG_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who makes a call."""
+
+    name: str = ""
+    """Of the token, or in the certificate; empty on a server that asks for neither."""
+    tenant: str = ""
+    """Whose limits count; empty for none."""
+    is_admin: bool = True
+
+
+CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039 - it is frozen
+"""Who makes the call that the present task handles."""
+
+
+class Access:
+    """Knows callers by what their calls bring.
+
+    Args:
+        config: What callers have to bring.
+
+    Raises:
+        ConfigurationError: The file of tokens cannot be used.
+    """
+
+    def __init__(self, config: SecurityConfig) -> None:
+        self._config = config
+        self._tokens: Reloading[TokenTable] | None = None
+        if config.auth_tokens is not None:
+            path = Path(config.auth_tokens)
+            self._tokens = Reloading(f"the file of tokens {path}", [path], lambda: load_tokens(path))
+
+    def token(self, method: str, metadata: _Metadata) -> Token | None:
+        """Give the token that the metadata holds; None where none is asked for.
+
+        Raises:
+            Unauthenticated: There is none, or it is not known.
+            PermissionDenied: Its role may not call ``method``.
+        """
+        if self._tokens is None:
+            return None
+        token = self._tokens.get().find(_bearer(metadata))
+        if token is None:
+            raise Unauthenticated("the bearer token is not known here")
+        self._check_role(method, token.name, is_admin=token.role == "admin")
+        return token
+
+    def caller(self, method: str, token: Token | None, context: _Context) -> Caller:
+        """Give who calls.
+
+        Args:
+            method: What is called.
+            token: As :meth:`token` gave it.
+            context: Of the call.
+
+        Raises:
+            Unauthenticated: The certificate names nobody.
+            PermissionDenied: The certificate's holder may not call ``method``.
+            InvalidRequest: The metadata names no tenant that may be one.
+        """
+        metadata = context.invocation_metadata() or ()
+        if token is not None:
+            tenant = self._metadata_tenant(metadata) if token.tenant == ANY_TENANT else token.tenant
+            return Caller(token.name, tenant, token.role == "admin")
+        if self._config.tls_client_ca is None or context.peer().startswith(_TLS_OF_UNIX):
+            # Nobody is asked, or it is the owner of the server: no one else can open its socket.
+            return Caller(tenant=self._metadata_tenant(metadata))
+        name = _certificate_name(context.auth_context())
+        is_admin = name in self._config.tls_admins
+        self._check_role(method, name, is_admin=is_admin)
+        return Caller(name, self._metadata_tenant(metadata) or name, is_admin)
+
+    def _check_role(self, method: str, name: str, *, is_admin: bool) -> None:
+        if not is_admin and method not in FOR_USERS:
+            raise PermissionDenied(f"{name} is no administrator and may not call {_printable(method)}")
+
+    def _metadata_tenant(self, metadata: _Metadata) -> str:
+        key = self._config.tenant_metadata
+        if key is None:
+            return ""
+        found = [value for name, value in metadata if name == key]
+        if not found:
+            return ""
+        if len(found) > 1 or not isinstance(found[0], str) or not is_name(found[0]):
+            raise InvalidRequest(FieldViolation(f"metadata {key}", f"got no name of a tenant, expected {NAME_RULE}"))
+        return found[0]
+
+
+class AccessInterceptor(grpc.aio.ServerInterceptor):
+    """Lets callers through to what they may call; inside, :data:`CALLER` says who they are.
+
+    Args:
+        access: Knows them.
+    """
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._log = _RefusalLog()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        """Give the method's handler for those who may call it, and a refusal for others."""
+        method = handler_call_details.method
+        if method in FOR_EVERYBODY:
+            return await continuation(handler_call_details)
+        try:
+            token = self._access.token(method, cast(_Metadata, handler_call_details.invocation_metadata or ()))
+        except RunnerdError as error:
+            return self._refusal(method, error)
+        handler = await continuation(handler_call_details)
+        return None if handler is None else self._guarded(method, token, handler)
+
+    def _refusal(self, method: str, error: RunnerdError) -> _Handler:
+        async def refuse(requests: object, context: _Context) -> None:
+            self._log.note(method, context.peer(), error)
+            await abort(method, error, context)
+
+        # Of the kind that reads its messages itself: this one reads none, whatever the client sends.
+        return grpc.stream_unary_rpc_method_handler(cast(Any, refuse))
+
+    def _guarded(self, method: str, token: Token | None, handler: _Handler) -> _Handler:
+        async def enter(context: _Context) -> None:
+            try:
+                caller = self._access.caller(method, token, context)
+            except RunnerdError as error:
+                self._log.note(method, context.peer(), error)
+                await abort(method, error, context)
+                raise
+            if method not in FOR_USERS and caller.name:
+                logger.info("%s by %s", method, caller.name)
+            CALLER.set(caller)
+
+        codec = (handler.request_deserializer, handler.response_serializer)
+        # The handlers behind are coroutines, but for those that read a stream of messages: they are generators.
+        inner = cast(Any, handler.unary_unary or handler.unary_stream or handler.stream_stream)
+
+        async def call(request: Any, context: _Context) -> Any:
+            await enter(context)
+            return await inner(request, context)
+
+        async def generate(requests: Any, context: _Context) -> Any:
+            await enter(context)
+            async for message in inner(requests, context):
+                yield message
+
+        if handler.unary_unary is not None:
+            return grpc.unary_unary_rpc_method_handler(cast(Any, call), *codec)
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(cast(Any, call), *codec)
+        assert inspect.isasyncgenfunction(inner), f"{method} has a handler of a kind that no service here has"
+        return grpc.stream_stream_rpc_method_handler(cast(Any, generate), *codec)
+
+
+class _RefusalLog:
+    """Tells of refused calls, at most once a second: whoever is refused can call without end."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+        self._num_untold = 0
+
+    def note(self, method: str, peer: str, error: RunnerdError) -> None:
+        now = time.monotonic()
+        if now < self._next:
+            self._num_untold += 1
+            return
+        untold = f" ({self._num_untold} further refusals before)" if self._num_untold else ""
+        logger.warning("refused %s from %s: %s%s", _printable(method), peer, error, untold)
+        self._next, self._num_untold = now + _LOG_SECONDS, 0
+
+
+def _bearer(metadata: _Metadata) -> str:
+    """Give the text of the bearer token.
+
+    Raises:
+        Unauthenticated: There is none, or more than one.
+    """
+    found = [value for key, value in metadata if key == "authorization"]
+    expected = "expected the metadata authorization with 'Bearer TOKEN'"
+    if len(found) != 1:
+        raise Unauthenticated(f"got {len(found)} values of the metadata authorization; {expected}, once")
+    scheme, _, text = found[0].partition(" ") if isinstance(found[0], str) else ("", "", "")
+    if scheme.lower() != "bearer" or not text.strip():
+        raise Unauthenticated(f"got another kind of authorization; {expected}")
+    return text.strip()
+
+
+def _certificate_name(auth_context: Any) -> str:
+    """Give whom the client's certificate names: its common name, else its first alternative name.
+
+    Raises:
+        Unauthenticated: Neither can be a name here.
+    """
+    for key in ("x509_common_name", "x509_subject_alternative_name"):
+        for value in auth_context.get(key, ()):
+            text = value.decode(errors="replace")
+            if is_name(text):
+                return str(text)
+    raise Unauthenticated(f"the client's certificate has no common or alternative name that is {NAME_RULE}")
+
+
+def _printable(method: str) -> str:
+    return ascii(method[:128])[1:-1]

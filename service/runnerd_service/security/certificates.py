@@ -1,0 +1,76 @@
+"""The server's certificate, its key, and whose clients' certificates it takes: read and checked together.
+
+OpenSSL checks them before gRPC sees them: gRPC tells of a key that does not fit only by refusing every client.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+from runnerd_service.config import SecurityConfig
+from runnerd_service.errors import ConfigurationError
+from runnerd_service.security.reloading import read_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """PEM, as gRPC takes it."""
+
+    chain: bytes
+    """The server's certificate, then those between it and its root."""
+    key: bytes
+    client_roots: bytes | None
+    """Who signs clients' certificates; None: clients need none."""
+
+
+def certificate_paths(config: SecurityConfig) -> tuple[Path, ...]:
+    """Give the files that TLS reads; none without TLS.
+
+    Raises:
+        ConfigurationError: Some of the settings need another one.
+    """
+    if (config.tls_cert is None) != (config.tls_key is None):
+        raise ConfigurationError("TLS needs both --tls-cert and --tls-key; give the other one, too")
+    if config.tls_client_ca is not None and config.tls_cert is None:
+        raise ConfigurationError("--tls-client-ca needs --tls-cert and --tls-key")
+    if config.tls_admins and config.tls_client_ca is None:
+        raise ConfigurationError("--tls-admins names clients by their certificates; give --tls-client-ca, too")
+    return tuple(Path(one) for one in (config.tls_cert, config.tls_key, config.tls_client_ca) if one is not None)
+
+
+def load_certificates(config: SecurityConfig) -> Certificates:
+    """Read the files of TLS.
+
+    Raises:
+        ConfigurationError: One cannot be read or is no PEM, or the key does not belong to the certificate.
+    """
+    assert config.tls_cert is not None  # certificate_paths has seen to it
+    assert config.tls_key is not None
+    cert_path, key_path = Path(config.tls_cert), Path(config.tls_key)
+    chain, key = read_bytes(cert_path, "the certificate"), read_bytes(key_path, "the key of the certificate")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        # By path: OpenSSL takes it no other way. Without a password of ours it would ask at the terminal.
+        context.load_cert_chain(cert_path, key_path, password=lambda: "")
+    except (ssl.SSLError, OSError) as error:
+        raise ConfigurationError(
+            f"the certificate {cert_path} and the key {key_path} cannot be used: {_reason(error)}; expected PEM, a key "
+            "without a password that belongs to the first certificate of the file"
+        ) from error
+    if config.tls_client_ca is None:
+        return Certificates(chain, key, None)
+    ca_path = Path(config.tls_client_ca)
+    roots = read_bytes(ca_path, "the certificates of --tls-client-ca")
+    try:
+        context.load_verify_locations(cadata=roots.decode("ascii"))
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigurationError(f"{ca_path} of --tls-client-ca is no PEM certificate: {_reason(error)}") from error
+    return Certificates(chain, key, roots)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError) and error.reason:
+        return error.reason
+    return str(error)
