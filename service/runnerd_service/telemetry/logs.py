@@ -1,0 +1,50 @@
+"""Log lines for people, or as JSON for machines: one object per line.
+
+A line about a request carries its name as ``request_id``; no line carries a prompt or an output.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+from typing import Literal
+
+LogFormat = Literal["text", "json"]
+
+_TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_FIELDS = "fields"
+
+
+class JsonFormatter(logging.Formatter):
+    """Gives a record as a JSON object in one line.
+
+    Its keys are ``time`` (RFC 3339, UTC), ``level``, ``logger``, ``message``, those of :func:`with_fields`, and
+    ``exception`` where there is one.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Give the line."""
+        told: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        for name, value in getattr(record, _FIELDS, {}).items():
+            told.setdefault(name, value)
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told, default=str)
+
+
+def with_fields(**fields: object) -> dict[str, object]:
+    """Give the ``extra`` of a log call that makes these keys of its JSON object; None values are left out."""
+    return {_FIELDS: {name: value for name, value in fields.items() if value is not None}}
+
+
+def configure_logging(level: str, log_format: LogFormat) -> None:
+    """Send log lines of at least ``level`` to standard error; to be called by the owner of the process only."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
