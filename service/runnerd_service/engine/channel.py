@@ -6,6 +6,7 @@ import asyncio
 import logging
 import shutil
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,7 +85,9 @@ class FrontChannel:
     def _remove(self) -> None:
         self._closed = True
         self._socket.close(linger=0)
-        self._context.term()
+        # Once in some hundred times that a peer is killed, libzmq never sees the end of its connection, and this call
+        # does not return. That must not stop the event loop: an engine that died would take all streams with it.
+        threading.Thread(target=self._context.term, name="end of a socket", daemon=True).start()
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _schedule_drain(self) -> None:
