@@ -4,6 +4,8 @@ VENV ?= .venv
 ASCEND_VENV ?= .venv-ascend
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Tests of one file stay in one process. More processes than two are for machines with more than two cores.
+TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-ascend test-go test-java lint protos \
@@ -28,7 +30,7 @@ demo: $(VENV)/.run ## install, start the daemon on a real model, stream an answe
 	@$(BIN)/python tools/demo.py
 
 test: $(VENV)/.dev ## install and run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile
 	@echo "tests/ascend was not among these: make test-ascend"
 
 test-slow: $(VENV)/.dev ## the long property tests and soaks
