@@ -56,10 +56,11 @@ async def test_an_unknown_error_is_hidden_and_logged_once_with_its_traceback(cap
     with caplog.at_level(logging.INFO):
         async with serving(handler) as call:
             error = await status_of(call(AbortRequest()))
-    assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, UNKNOWN_ERROR_TEXT)
+    error_id = error.details().split()[2].rstrip(";")
+    assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, UNKNOWN_ERROR_TEXT.format(error_id=error_id))
     logged = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert len(logged) == 1
-    assert f"/{SERVICE}/Method" in logged[0].getMessage()
+    assert logged[0].getMessage() == f"error {error_id}: /{SERVICE}/Method failed: ValueError"
     assert logged[0].exc_info is not None
     assert "1234" in str(logged[0].exc_info[1])
 

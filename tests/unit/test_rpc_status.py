@@ -91,9 +91,11 @@ def test_a_subclass_made_elsewhere_has_the_status_of_its_parent() -> None:
 
 
 def test_the_text_of_an_unknown_error_stays_in_the_server() -> None:
-    status = to_status(ValueError("the password is 1234"))
+    status = to_status(ValueError("the password is 1234"), "ab12")
     assert status.code is grpc.StatusCode.INTERNAL
-    assert status.details == UNKNOWN_ERROR_TEXT
+    assert status.details == UNKNOWN_ERROR_TEXT.format(error_id="ab12")
+    (info,) = details(status, error_details_pb2.ErrorInfo)
+    assert dict(info.metadata) == {"error_id": "ab12"}
     assert b"1234" not in dict(status.trailing_metadata)["grpc-status-details-bin"]
 
 

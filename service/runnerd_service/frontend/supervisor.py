@@ -36,6 +36,7 @@ EngineState = Literal["starting", "serving", "recovering", "failed"]
 _CLOSE_SECONDS = 5.0
 """What an engine that failed is given to end by itself, so that its device is free for the next one."""
 _MIN_RETRY_SECONDS = 1.0
+_DETAILS = "the server's log says how"
 _STARTS_AT_MOST = 3.0
 _START_SECONDS_AT_LEAST = 60.0
 """A restart may take so many times what the first start took and the time of a step, and never less than a minute."""
@@ -104,7 +105,7 @@ class EngineSupervisor:
     def not_ready(self) -> NotReady:
         """Give the error that says why requests are not taken now, and when to try again."""
         if self.state == "failed":
-            return NotReady(f"the engine failed: {_first_line(self.last_error)}", retry_after_seconds=self._retry())
+            return NotReady(f"the engine failed; {_DETAILS}", retry_after_seconds=self._retry())
         return NotReady("the engine failed and is being restarted", retry_after_seconds=self._retry())
 
     async def start(self, on_progress: Callable[[LoadProgress], None]) -> EngineReady:
@@ -233,10 +234,9 @@ class EngineSupervisor:
     def _give_up(self) -> None:
         num_failures = self._budget.num_failures
         times = f", {num_failures} times in a row" if num_failures > 1 else ""
-        error = EngineFailed(
-            f"the engine failed{times}: {_first_line(self.last_error)}", retry_after_seconds=self._retry()
-        )
-        logger.error("%s; it is not restarted again", error)
+        logger.error("the engine failed%s: %s; it is not restarted again", times, self.last_error)
+        # Not how: that may name files, and what others asked for.
+        error = EngineFailed(f"the engine failed{times}; {_DETAILS}", retry_after_seconds=self._retry())
         self._set_state("failed")
         self._dispatcher.fail_all(error)
 
@@ -248,8 +248,3 @@ class EngineSupervisor:
         if state != self.state:
             self.state = state
             self._on_state(state)
-
-
-def _first_line(error: str) -> str:
-    # Without the process's last lines, which are for the operator.
-    return error.partition("\n")[0].removesuffix("; its last lines:")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, cast
@@ -17,7 +18,7 @@ from google.protobuf.message import DecodeError, Message
 
 from runnerd_service.errors import FieldViolation, InvalidRequest, RequestAborted, RunnerdError
 from runnerd_service.rpc.stall import StallLimit
-from runnerd_service.rpc.status import to_status
+from runnerd_service.rpc.status import is_internal, to_status
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,10 @@ async def abort(method: str, error: BaseException, context: _Context) -> None:
         # Something inside was cancelled, not the call: without a status the client would wait for ever.
         error = RequestAborted("the request was ended inside the server")
     assert isinstance(error, Exception)
-    status = to_status(error)
-    if not isinstance(error, RunnerdError):
-        logger.error("%s failed", method, exc_info=error)
+    error_id = ""
+    if is_internal(error):
+        error_id = secrets.token_hex(6)
+        traceback = None if isinstance(error, RunnerdError) else error
+        logger.error("error %s: %s failed: %s", error_id, method, type(error).__name__, exc_info=traceback)
+    status = to_status(error, error_id)
     await context.abort(status.code, status.details, status.trailing_metadata)

@@ -35,7 +35,7 @@ from runnerd_service.errors import (
 from runnerd_service.rpc.replies import duration
 
 DOMAIN = "runnerd"
-UNKNOWN_ERROR_TEXT = "internal error; the server's log has the details"
+UNKNOWN_ERROR_TEXT = "internal error {error_id}; the server's log has the details under this id"
 
 # Clients refuse trailers above 8 KiB. The message crosses twice (percent-encoded, and inside the details in base64).
 _MAX_MESSAGE_BYTES = 512
@@ -108,17 +108,40 @@ TABLE: Mapping[type[RunnerdError], StatusMapping] = {
 }
 
 
-def to_status(error: Exception) -> grpc.Status:
-    """Give the status, trailers included, that tells a client of ``error``."""
+def reason_of(error: Exception) -> str:
+    """Give the reason of ErrorInfo that tells a client of ``error``."""
+    return _mapping(error).reason if isinstance(error, RunnerdError) else "UNKNOWN"
+
+
+def is_internal(error: Exception) -> bool:
+    """Whether a client is told no more than that the server failed."""
+    return not isinstance(error, RunnerdError) or _mapping(error).code is grpc.StatusCode.INTERNAL
+
+
+def to_status(error: Exception, error_id: str = "") -> grpc.Status:
+    """Give the status, trailers included, that tells a client of ``error``.
+
+    Args:
+        error: What ended the call.
+        error_id: Under which the log tells of it; of those that are internal.
+    """
+    info = error_details_pb2.ErrorInfo(domain=DOMAIN, reason="UNKNOWN")
+    if error_id:
+        info.metadata["error_id"] = error_id
     if not isinstance(error, RunnerdError):
-        return _status(grpc.StatusCode.INTERNAL, UNKNOWN_ERROR_TEXT, "UNKNOWN", [])
-    mapping = next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
-    return _status(mapping.code, _text(error), mapping.reason, mapping.details(error))
+        return _status(grpc.StatusCode.INTERNAL, UNKNOWN_ERROR_TEXT.format(error_id=error_id), [info])
+    mapping = _mapping(error)
+    info.reason = mapping.reason
+    return _status(mapping.code, _text(error), [info, *mapping.details(error)])
 
 
-def _status(code: grpc.StatusCode, text: str, reason: str, details: list[Message]) -> grpc.Status:
+def _mapping(error: RunnerdError) -> StatusMapping:
+    return next(TABLE[kind] for kind in type(error).__mro__ if kind in TABLE)
+
+
+def _status(code: grpc.StatusCode, text: str, details: list[Message]) -> grpc.Status:
     status = status_pb2.Status(code=code.value[0], message=text)
-    for message in [error_details_pb2.ErrorInfo(domain=DOMAIN, reason=reason), *details]:
+    for message in details:
         packed = AnyMessage()
         packed.Pack(message)
         status.details.append(packed)
