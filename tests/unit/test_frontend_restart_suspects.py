@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -48,7 +49,7 @@ def test_after_one_crash_all_go_on_together() -> None:
     suspects, outputs = Suspects(), [output(uid) for uid in range(3)]
     suspects.note_crash(outputs, from_outside=False)
 
-    assert suspects.to_try_alone(outputs) is None
+    assert suspects.to_try(outputs) == ()
     assert suspects.to_blame(outputs, engine_is_sound=True) == []
 
 
@@ -57,7 +58,54 @@ def test_who_was_there_at_two_crashes_is_tried_alone_newest_first() -> None:
     suspects.note_crash(outputs[:2], from_outside=False)
     suspects.note_crash(outputs, from_outside=False)
 
-    assert suspects.to_try_alone(outputs) is outputs[1].owner
+    assert suspects.to_try(outputs) == (outputs[1].owner,)
+
+
+def numbers(group: Sequence[OngoingRequest]) -> list[int]:
+    return [uid for owner in group for uid in owner.outputs]
+
+
+def all_advance(suspects: Suspects, group: Sequence[OngoingRequest]) -> None:
+    for owner in group:
+        for one in owner.outputs.values():
+            advance(one)
+        suspects.note_progress(owner)
+
+
+def test_hundreds_of_suspects_take_a_few_trials() -> None:
+    suspects, outputs = Suspects(), [output(uid) for uid in range(300)]
+    for _ in range(2):
+        suspects.note_crash(outputs, from_outside=True)
+
+    sizes, seen = [], []
+    while group := suspects.to_try(outputs):
+        sizes.append(len(group))
+        seen += numbers(group)
+        all_advance(suspects, group)
+    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 45]
+    assert seen == list(range(299, -1, -1))
+    assert suspects.to_blame(outputs, engine_is_sound=True) == []
+
+
+@pytest.mark.parametrize("poison", [{0}, {17}, {98}, {99}, {3, 60}, {20, 21, 22}], ids=str)
+def test_an_engine_dies_a_few_times_until_a_poisonous_request_among_many_is_found(poison: set[int]) -> None:
+    suspects, outputs = Suspects(), [output(uid) for uid in range(100)]
+    budget, left, found = RestartBudget(5, 1.0), poison, set()
+    suspects.note_crash(outputs, from_outside=False)
+    assert budget.note_failure() is not None
+    for _ in range(100):
+        runs = suspects.to_try(outputs) or tuple(one.owner for one in outputs if not is_accused(one.owner))
+        if left.isdisjoint(numbers(runs)):
+            all_advance(suspects, runs)
+            budget.note_progress()
+        else:
+            crashed = [one for one in outputs if one.owner in runs]
+            suspects.note_crash(crashed, from_outside=False)
+            assert budget.note_failure() is not None, "the server gave up"
+        blamed = set(numbers(suspects.to_blame(outputs, engine_is_sound=left.isdisjoint(numbers(runs)))))
+        found, left = found | blamed, left - blamed
+        outputs = [one for one in outputs if one.request.uid not in blamed]
+    assert found == poison
 
 
 def test_who_got_further_than_at_the_crash_is_cleared() -> None:
@@ -67,7 +115,7 @@ def test_who_got_further_than_at_the_crash_is_cleared() -> None:
     suspects.note_progress(outputs[1].owner)
     suspects.note_crash(outputs, from_outside=False)
 
-    assert suspects.to_try_alone(outputs) is outputs[0].owner
+    assert suspects.to_try(outputs) == (outputs[0].owner,)
     assert outputs[1].owner.num_crashes == 1
 
 
@@ -103,6 +151,7 @@ def tried(suspects: Suspects, outputs: list[OngoingOutput]) -> OngoingOutput:
     """The newest after two crashes with all and one alone."""
     for _ in range(2):
         suspects.note_crash(outputs, from_outside=False)
+    assert suspects.to_try(outputs) == (outputs[-1].owner,)
     suspects.note_crash(outputs[-1:], from_outside=False)
     return outputs[-1]
 
@@ -112,18 +161,18 @@ def test_the_others_are_run_without_the_accused_and_their_progress_decides() -> 
     accused = tried(suspects, outputs)
 
     assert is_accused(accused.owner)
-    assert suspects.to_try_alone(outputs) is None
+    assert suspects.to_try(outputs) == ()
     assert suspects.to_blame(outputs, engine_is_sound=False) == []
     assert suspects.to_blame(outputs, engine_is_sound=True) == [accused.owner]
     assert [one.owner.num_crashes for one in outputs] == [0, 0, 0]  # explained
 
 
-def test_when_the_others_die_without_the_accused_too_the_next_is_tried_alone() -> None:
+def test_when_the_others_die_without_the_accused_too_the_next_are_tried() -> None:
     suspects, outputs = Suspects(), [output(uid) for uid in range(3)]
     tried(suspects, outputs)
     suspects.note_crash(outputs[:2], from_outside=False)
 
-    assert suspects.to_try_alone(outputs) is outputs[1].owner
+    assert suspects.to_try(outputs) == (outputs[1].owner, outputs[0].owner)
 
 
 def test_an_accused_without_others_is_to_blame() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from runnerd_service.engine.client import EngineClient
@@ -42,9 +42,10 @@ class Dispatcher:
         """Outputs that have not ended, by uid: in the order of their arrival."""
         self._engine_uids = itertools.count(1)
         self._suspects = Suspects()
-        self._alone: OngoingRequest | None = None
+        self._tried: Sequence[OngoingRequest] = ()
+        """Requests that the engine has without the others."""
         self._on_trial = False
-        """Whether a request may have to be tried alone, or is accused."""
+        """Whether requests may have to be tried, or one is accused."""
         self._engine_is_sound = False
         """Whether an output got further since the last failure."""
         self._advances = False
@@ -60,7 +61,7 @@ class Dispatcher:
 
     def detach(self) -> None:
         """Take no more from the present engine: it is closed."""
-        self._client = self._alone = None
+        self._client, self._tried = None, ()
         for output in self._outputs.values():
             output.engine_uid = None
 
@@ -90,8 +91,8 @@ class Dispatcher:
             request: Its uid was never used before.
             sink: Called with what engines give, each token once, up to a finish that is not "failed": what becomes of
                 a request that fails is told to its owner.
-        """
             waits: Give it to the engine when all requests may run together again, and not before.
+        """
         output = self._outputs[request.uid] = owner.outputs[request.uid] = OngoingOutput(owner, request, sink)
         if self._client is not None and not waits:
             self._admit(self._client, [output])
@@ -166,14 +167,15 @@ class Dispatcher:
             return
         for owner in self._suspects.to_blame(self._outputs.values(), engine_is_sound=self._engine_is_sound):
             self._blame(owner)
-        if self._alone is not None:
-            if self._alone.num_crashes and _is_at_work(self._alone):
-                return  # it has not got further yet
-            self._withdraw(tuple(self._alone.outputs.values()))
-        self._alone = self._suspects.to_try_alone(self._outputs.values())
-        if self._alone is not None:
-            logger.warning("a request that was there when engines died is tried alone")
-            self._admit(client, tuple(self._alone.outputs.values())[: self._max_num_seqs])
+        if any(one.num_crashes and _is_at_work(one) for one in self._tried):
+            return  # they have not all got further yet
+        for one in self._tried:
+            self._withdraw(tuple(one.outputs.values()))
+        self._tried = self._suspects.to_try(self._outputs.values())
+        if self._tried:
+            logger.warning("%d requests that were there when engines died are tried alone", len(self._tried))
+            outputs = [output for one in self._tried for output in one.outputs.values()]
+            self._admit(client, outputs[: self._max_num_seqs])
             return
         waiting = [output for output in self._outputs.values() if output.engine_uid is None]
         self._admit(client, (output for output in waiting if not is_accused(output.owner)))

@@ -1,13 +1,17 @@
 """Finds the requests that engines die of, so that they fail alone. It decides who is tried and who is to blame.
 
-Who was at work in an engine that died is under suspicion, until it has got further than it was then. Whoever was there
-twice is tried alone. If the engine dies of that, it is set aside and the others go on together; the first of them that
-gets further shows that engine and device are sound, so it was the request. If none does, the engine is at fault, and
-nobody is blamed. A process that is killed from outside says little: it takes more of that.
+Who was at work in an engine that died is under suspicion, until it has got further than it was then. Those who were
+there twice are tried, the newest alone, then twice as many of the next newest each time: with hundreds of them one by
+one would take minutes. A group that an engine dies of is halved, and its halves are tried when the other groups were:
+those get further meanwhile, so the restarts do not count as in vain. If an engine dies of one request alone, it is set
+aside and the others go on together; the first of them that gets further shows that engine and device are sound, so it
+was the request. If none does, the engine is at fault, and nobody is blamed. A process that is killed from outside says
+little: it takes more of that.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from runnerd_service.frontend.ongoing import OngoingOutput, OngoingRequest
@@ -23,6 +27,10 @@ class Suspects:
 
     def __init__(self) -> None:
         self._tries_the_others = False
+        self._groups: deque[list[OngoingRequest]] = deque()
+        """Suspects to be tried group by group, each newest first."""
+        self._tried: list[OngoingRequest] = []
+        """The group that is tried now."""
 
     def note_crash(self, at_work: Sequence[OngoingOutput], *, from_outside: bool) -> None:
         """Note that an engine died.
@@ -32,6 +40,7 @@ class Suspects:
             from_outside: It was killed by somebody, who may have had other reasons.
         """
         owners = _owners(at_work)
+        self._split_tried()
         for output in at_work:
             output.set_mark()
         for owner in owners:
@@ -41,13 +50,20 @@ class Suspects:
             owners[0].solo_evidence += _OF_OUTSIDE_KILL if from_outside else _OF_CRASH
             self._tries_the_others = is_accused(owners[0])
 
-    def to_try_alone(self, ongoing: Iterable[OngoingOutput]) -> OngoingRequest | None:
-        """Give the newest request that is to be tried alone; None if all that are not accused may run together."""
+    def to_try(self, ongoing: Iterable[OngoingOutput]) -> Sequence[OngoingRequest]:
+        """Give the requests that are to be tried without the others; none if all that are not accused may run."""
+        self._tried = []
         if self._tries_the_others:
-            return None
+            return ()
         owners = _owners(ongoing)
-        suspects = [one for one in owners if one.num_crashes >= _MANY_CRASHES and not is_accused(one)]
-        return suspects[-1] if suspects else None
+        suspects = [one for one in reversed(owners) if one.num_crashes >= _MANY_CRASHES and not is_accused(one)]
+        present = set(suspects)
+        self._groups = deque(filter(None, ([one for one in group if one in present] for group in self._groups)))
+        known = {one for group in self._groups for one in group}
+        self._groups.extend(_doubling([one for one in suspects if one not in known]))
+        if self._groups:
+            self._tried = self._groups[0]
+        return tuple(self._tried)
 
     def note_progress(self, owner: OngoingRequest) -> None:
         """Note that an output of this request got further than at the last crash."""
@@ -68,6 +84,16 @@ class Suspects:
         for one in owners:
             _clear(one)
         return accused
+
+    def _split_tried(self) -> None:
+        """Halve the group of which an engine died; those of it that got further are not in it any more."""
+        if not self._tried:
+            return
+        self._groups.popleft()
+        left = [one for one in self._tried if one.num_crashes >= _MANY_CRASHES]
+        half = len(left) // 2
+        self._groups.extend(filter(None, (left[:half], left[half:])))
+        self._tried = []
 
 
 def is_accused(owner: OngoingRequest) -> bool:
@@ -90,6 +116,15 @@ def at_work(ongoing: Iterable[OngoingOutput], max_num_seqs: int) -> list[Ongoing
 
 def _owners(outputs: Iterable[OngoingOutput]) -> list[OngoingRequest]:
     return list(dict.fromkeys(output.owner for output in outputs))
+
+
+def _doubling(suspects: Sequence[OngoingRequest]) -> list[list[OngoingRequest]]:
+    """Cut into groups of 1, 2, 4, ... members."""
+    groups, begin = [], 0
+    while begin < len(suspects):
+        groups.append(list(suspects[begin : 2 * begin + 1]))
+        begin = 2 * begin + 1
+    return groups
 
 
 def _clear(owner: OngoingRequest) -> None:
