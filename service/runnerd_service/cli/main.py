@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from runnerd_service.cli import check_runner, exit_codes, generate, inspect, reset_prefix_cache, serve, trace
+from runnerd_service.cli import bench, check_runner, exit_codes, generate, inspect, reset_prefix_cache, serve, trace
 from runnerd_service.cli.connection import CallFailed
 from runnerd_service.errors import ConfigurationError, EngineStartFailed, RunnerdError
 from runnerd_spi import (
@@ -27,6 +27,7 @@ examples:
   runnerd generate "Why is the sky blue?"  stream an answer from the running server
   runnerd runners                          what is installed, and what it can do
   runnerd info                             model, set-up and load of the running server
+  runnerd bench --request-rate 4           latencies and throughput of the running server under load
   runnerd trace -o trace.json              record the steps of the running server
   runnerd check-runner sim                 does a runner keep the contract of the SPI?
 
@@ -62,6 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
         command.add_parser(commands)
     inspect.add_parsers(commands)
     trace.add_parser(commands)
+    bench.add_parser(commands)
     reset_prefix_cache.add_parser(commands)
     check_runner.add_parser(commands)
     return parser

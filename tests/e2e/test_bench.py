@@ -1,0 +1,139 @@
+"""``runnerd bench`` against a real daemon: what it counts, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from runnerd_client import Client
+from runnerd_service.cli.main import main
+
+STEP_SECONDS = 0.002
+
+
+@pytest.fixture(scope="module")
+def address(module_daemon) -> str:
+    return module_daemon("--runner-option", f"step_seconds={STEP_SECONDS}", "--max-num-seqs", "48").wait_until_ready()
+
+
+@pytest.fixture
+def bench(address, tmp_path, capsys):
+    """Runs the command; gives exit code, result, output and errors."""
+
+    def run(*arguments: str) -> tuple[int, dict | None, str, str]:
+        results = tmp_path / "results"
+        code = main(["bench", "--address", address, "--save-detailed", "--result-dir", str(results), *arguments])
+        written = sorted(results.glob("*.json"))
+        captured = capsys.readouterr()
+        return code, json.loads(written[-1].read_text()) if written else None, captured.out, captured.err
+
+    return run
+
+
+def test_the_published_form_counts_every_token(bench, address, tmp_path) -> None:
+    with Client(address) as client:
+        before = client.load()
+        form = ["--random-input-len", "64", "--random-output-len", "16", "--num-prompts", "48"]
+        load = ["--max-concurrency", "48", "--temperature", "0", "--ignore-eos", "--metric-percentiles", "90"]
+        picture = tmp_path / "bench.png"
+        code, result, out, err = bench(*form, *load, "--goodput", "e2el:600000", "--plot", str(picture))
+        after = client.load()
+    assert (code, err) == (0, "")
+    assert result["completed"] == result["num_prompts"] == result["max_concurrency"] == 48
+    assert result["failed"] == 0
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (48 * 64, 48 * 16)
+    assert after.generation_tokens - before.generation_tokens == 49 * 16  # and the warm-up
+    assert after.prefix_cache_hits == before.prefix_cache_hits
+    assert result["request_goodput"] == result["request_throughput"] > 0
+    assert result["output_throughput"] * result["duration"] == pytest.approx(48 * 16)
+    assert (result["input_lens"], result["output_lens"]) == ([64] * 48, [16] * 48)
+    assert result["errors"] == [""] * 48
+    # a token takes a step, and a step takes its time; no upper bound holds on a busy machine
+    assert result["mean_e2el_ms"] >= 16 * STEP_SECONDS * 1e3
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        assert {f"{kind}_{name}_ms" for kind in ("mean", "median", "std", "p90")} <= result.keys()
+    assert "P90 TPOT (ms):" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_no_more_requests_are_live_than_were_allowed(bench) -> None:
+    form = ["--random-input-len", "8", "--random-output-len", "4", "--num-prompts", "12", "--num-warmups", "0"]
+    code, result, _, _ = bench(*form, "--max-concurrency", "3", "--request-rate", "500", "--ignore-eos")
+    assert code == 0
+    assert result["max_concurrent_requests"] <= 3
+    assert result["request_rate"] == 500
+    assert result["start_times"] == sorted(result["start_times"])
+
+
+def test_the_same_seed_gives_the_same_texts(bench) -> None:
+    form = ["--random-input-len", "8", "--random-output-len", "8", "--num-prompts", "4", "--temperature", "1"]
+
+    def texts(seed: str) -> list[str]:
+        return bench(*form, "--ignore-eos", "--seed", seed, "--result-filename", "result.json")[1]["generated_texts"]
+
+    assert texts("1") == texts("1") != texts("2")
+
+
+def test_prompts_come_from_a_file(bench, tmp_path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "abc", "output_len": 3}\n{"prompt": "abcdef"}\n')
+    dataset = ["--dataset-name", "custom", "--dataset-path", str(path), "--skip-chat-template", "--disable-shuffle"]
+    code, result, _, err = bench(*dataset, "--num-prompts", "3", "--custom-output-len", "5", "--ignore-eos")
+    assert code == 0
+    assert (result["input_lens"], result["output_lens"]) == ([3, 6, 3], [3, 5, 3])
+    assert "has 2 prompts for --num-prompts 3" in err
+
+
+def test_requests_that_fail_are_counted_and_told(bench) -> None:
+    form = ["--random-input-len", "9000", "--random-output-len", "4", "--num-prompts", "3", "--num-warmups", "0"]
+    code, result, out, err = bench(*form)
+    assert code == 1
+    assert (result["completed"], result["failed"], result["mean_ttft_ms"]) == (0, 3, None)
+    assert "Failed requests:                          3" in out
+    assert "3 failed: INVALID_ARGUMENT: " in err
+
+
+def test_two_results_are_compared(bench, tmp_path, capsys) -> None:
+    form = ["--random-input-len", "8", "--random-output-len", "4", "--ignore-eos"]
+    assert bench(*form, "--num-prompts", "2", "--result-filename", "a.json")[0] == 0
+    assert bench(*form, "--num-prompts", "4", "--result-filename", "b.json")[0] == 0
+    files = [str(tmp_path / "results" / name) for name in ("a.json", "b.json")]
+    assert main(["bench", "--compare", *files]) == 0
+    out = capsys.readouterr().out
+    assert "differs: num_prompts: 2 / 4" in out
+    assert "2.000" in next(line for line in out.splitlines() if line.startswith("total_output_tokens"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dataset-name", "custom"], "--dataset-path"),
+        (["--dataset-path", "x"], "--dataset-name custom"),
+        (["--plot", "no/such/folder/x.png"], "no/such/folder/x.png"),
+        (["--random-range-ratio", "2"], "--random-range-ratio"),
+        (["--compare", "no-such.json", "no-such.json"], "no-such.json"),
+    ],
+)
+def test_what_cannot_be_done_has_exit_code_2(address, capsys, arguments: list[str], message: str) -> None:
+    assert main(["bench", "--address", address, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--request-rate", "0"],
+        ["--metric-percentiles", "101"],
+        ["--percentile-metrics", "x"],
+        ["--goodput", "itl:3"],
+        ["--max-concurrency", "0"],
+        ["--metadata", "x"],
+        ["--top-k", "-1"],
+    ],
+)
+def test_a_wrong_value_is_told_by_its_flag(capsys, arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main(["bench", *arguments])
+    assert exit_.value.code == 2
+    assert f"{arguments[0]}: expected" in capsys.readouterr().err
