@@ -100,15 +100,18 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_dataset(group: argparse._ArgumentGroup) -> None:
-    number: dict[str, object] = {"metavar": "N"}
     group.add_argument(
         "--dataset-name",
         choices=("random", "custom"),
         default="random",
         help="random token ids, or the prompts of a JSONL file (default: random)",
     )
-    group.add_argument("--random-input-len", type=_count_from_1, default=1024, help="prompt tokens", **number)  # type: ignore[arg-type]
-    group.add_argument("--random-output-len", type=_count_from_1, default=128, help="output tokens", **number)  # type: ignore[arg-type]
+    group.add_argument(
+        "--random-input-len", type=_count_from_1, default=1024, metavar="N", help="prompt tokens (default: 1024)"
+    )
+    group.add_argument(
+        "--random-output-len", type=_count_from_1, default=128, metavar="N", help="output tokens (default: 128)"
+    )
     group.add_argument(
         "--random-range-ratio",
         type=float,
