@@ -104,6 +104,9 @@ class ServerConfig:
     max_waiting_tokens: int | None = None
     """Prompt tokens that the waiting requests may have together; None: as many as there are."""
     queue_timeout_seconds: float = 0.0
+    max_bad_words: int = 1024
+    max_logit_bias: int | None = None
+    """Tokens of a request with a bias; None: as many as there are token ids."""
     """A request that has waited so long for a place gets RESOURCE_EXHAUSTED; 0: it may wait for any time."""
     stall_timeout_seconds: float = 300.0
     """A stream whose reader takes nothing for so long is ended; 0: it may stall for any time."""
@@ -116,7 +119,7 @@ class ServerConfig:
     step_timeout_seconds: float = 300.0
     """An engine with work that ends no step in this time hangs, and is restarted; 0: it may take any time."""
     max_metadata_bytes: int = 16 * 1024
-    """Largest metadata of a call."""
+    """Largest metadata of a call, what gRPC itself sends and 32 bytes an entry included."""
     security: SecurityConfig = field(default_factory=SecurityConfig)
     tenant: TenantConfig = field(default_factory=TenantConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -18,6 +18,7 @@ from runnerd_service.cli.values import (
     count,
     message_size,
     metadata_key,
+    metadata_size,
     names,
     one_of,
     seconds,
@@ -132,6 +133,8 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "queue-timeout",
         "server",
+    Setting("max-bad-words", "server", count(0), "most bad words of a request", "N"),
+    Setting("max-logit-bias", "server", count(0), "most tokens of a request with a bias (default: as there are)", "N"),
         seconds,
         "how long a request may wait for a place, then it gets RESOURCE_EXHAUSTED; 0: for any time",
         "SECONDS",
@@ -169,7 +172,7 @@ SETTINGS: tuple[Setting, ...] = (
         "SECONDS",
         "step_timeout_seconds",
     ),
-    Setting("max-metadata-bytes", "server", byte_size, "largest metadata of a call: 16KiB", "SIZE"),
+    Setting("max-metadata-bytes", "server", metadata_size, "largest metadata of a call: 16KiB", "SIZE"),
     Setting("tls-cert", "security", text, "PEM file of the server's certificate; turns TLS on for the port", "PATH"),
     Setting("tls-key", "security", text, "PEM file of the certificate's key", "PATH"),
     Setting(

@@ -81,6 +81,17 @@ def message_size(value: str) -> int:
     return size
 
 
+def metadata_size(value: str) -> int:
+    """Take a number of bytes that the metadata of a call may have; gRPC's own takes several hundred."""
+    try:
+        size = byte_size(value)
+    except ValueError:
+        size = 0
+    if not 2 * 1024 <= size <= 1024 * 1024:
+        raise ValueError("a number of bytes from 2KiB to 1MiB, such as 16KiB")
+    return size
+
+
 def one_of(*choices: str) -> Callable[[str], str]:
     """Take one of ``choices``, in any case."""
 

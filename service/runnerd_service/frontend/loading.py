@@ -100,4 +100,6 @@ def _served_model(config: ServerConfig, capabilities: RunnerCapabilities, ready:
         max_n=config.max_n,
         max_logprobs=min(config.max_logprobs, capabilities.max_logprobs),
         max_stop_strings=config.max_stop_strings,
+        max_bad_words=config.max_bad_words,
+        max_logit_bias=config.max_logit_bias,
     )

@@ -21,7 +21,6 @@ from runnerd_spi import RunnerCapabilities, RunnerError, list_runners, load_runn
 MAX_NAME_CHARACTERS = 128
 MAX_TEXT_CHARACTERS = 1024
 """Of a stop string or bad word."""
-MAX_BAD_WORDS = 1024
 _MAX_ITEMS_SHOWN = 16
 """Violations reported of one list; the rest is counted."""
 _MAX_VIOLATIONS = 256
@@ -43,6 +42,9 @@ class ServedModel:
     max_logprobs: int
     """The smaller of the server's and the runner's limit."""
     max_stop_strings: int
+    max_bad_words: int = 1024
+    max_logit_bias: int | None = None
+    """None: as many as there are token ids."""
 
 
 class Violations:
@@ -132,7 +134,8 @@ class _Checker:
 
     def token_choices(self, generation: Generation) -> None:
         vocab_size, bias = self._served.vocab_size, generation.logit_bias
-        if self._at_most("sampling.logit_bias", len(bias), vocab_size, "tokens"):
+        most = vocab_size if self._served.max_logit_bias is None else min(self._served.max_logit_bias, vocab_size)
+        if self._at_most("sampling.logit_bias", len(bias), most, "tokens"):
             unbounded = [one for one, value in bias.items() if not -100 <= value <= 100]
             self._violations.add_items(
                 "sampling.logit_bias", unbounded, lambda one: f"got the value {bias[one]}, expected -100 to 100"
@@ -147,7 +150,7 @@ class _Checker:
         ):
             if self._at_most(field, len(token_ids), vocab_size, "token ids"):
                 check_token_ids(field, token_ids, vocab_size, self._violations)
-        self._texts("sampling.bad_words", generation.bad_words, MAX_BAD_WORDS)
+        self._texts("sampling.bad_words", generation.bad_words, self._served.max_bad_words)
 
     def stopping(self, generation: Generation) -> None:
         g = generation
