@@ -91,6 +91,12 @@ class ServerConfig:
     """Path; when set, it is served beside the port."""
     metrics_port: int | None = None
     """Port of the Prometheus metrics on ``host``; None: they are not served. 0 lets the system choose."""
+    status_page: bool = True
+    """Whether a page that shows the server's state is served beside the metrics."""
+    otlp_traces_endpoint: str | None = None
+    """URL of the collector that traces of requests are sent to; None: what the environment says, or no traces."""
+    channelz: bool = False
+    """Whether gRPC tells of its own channels and sockets."""
     served_model_name: str | None = None
     """None: the model's own name."""
     chat_template: str | None = None
@@ -98,15 +104,15 @@ class ServerConfig:
     max_n: int = 64
     max_logprobs: int = 20
     max_stop_strings: int = 16
+    max_bad_words: int = 1024
+    max_logit_bias: int | None = None
+    """Tokens of a request with a bias; None: as many as there are token ids."""
     max_message_bytes: int = 16 * 1024 * 1024
     max_waiting: int = 4096
     """Requests that may wait for a place; further ones get RESOURCE_EXHAUSTED."""
     max_waiting_tokens: int | None = None
     """Prompt tokens that the waiting requests may have together; None: as many as there are."""
     queue_timeout_seconds: float = 0.0
-    max_bad_words: int = 1024
-    max_logit_bias: int | None = None
-    """Tokens of a request with a bias; None: as many as there are token ids."""
     """A request that has waited so long for a place gets RESOURCE_EXHAUSTED; 0: it may wait for any time."""
     stall_timeout_seconds: float = 300.0
     """A stream whose reader takes nothing for so long is ended; 0: it may stall for any time."""

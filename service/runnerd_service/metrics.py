@@ -1,22 +1,22 @@
-"""Prometheus metrics over HTTP, on a port and a thread of their own. They are read when somebody asks.
+"""The figures of the server, and how Prometheus is told them. They are read when somebody asks.
 
-The collector asks for a snapshot at each scrape and keeps nothing itself; totals are since the server's start. This
-module knows neither engine nor gRPC: whoever starts it says where the figures come from.
+The collector asks for a snapshot at each scrape and keeps nothing itself; totals are since the server's start. A figure
+that vLLM has, too, goes by vLLM's name and labels, so that dashboards and gateways find it; all others are called
+``runnerd_``. This module knows neither engine nor gRPC: whoever makes the collector says where the figures come from.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
-from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from runnerd_service.errors import ConfigurationError
+from runnerd_service.telemetry.histogram import HistogramSnapshot
+from runnerd_service.telemetry.requests import LATENCIES, SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,20 @@ class MetricsSnapshot:
     """Requests that were failed because engines died of them."""
     tenants: Mapping[str, TenantFigures]
     """By tenant; a bounded number of names."""
+    model_name: str | None
+    """As requests name it; None until it is known."""
+    num_blocks: int
+    """KV blocks in all; 0 until the engine has started."""
+    block_size: int
+    """Tokens in a KV block; 0 until the engine has started."""
+    outcomes: Mapping[str, int]
+    """Requests that have ended, by how."""
+    finish_reasons: Mapping[str, int]
+    """Outputs that have finished, by why."""
+    latencies: Mapping[str, HistogramSnapshot]
+    """Seconds, by the names of :data:`~runnerd_service.telemetry.requests.LATENCIES`."""
+    sizes: Mapping[str, HistogramSnapshot]
+    """Counts, by the names of :data:`~runnerd_service.telemetry.requests.SIZES`."""
 
     @property
     def device_busy_ratio(self) -> float:
@@ -90,114 +104,90 @@ class SnapshotCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Give the metrics as they are now."""
         now = self._read()
-        for name, text, gauge in (
-            ("vllm:num_requests_running", "Requests whose tokens are being computed.", now.num_running),
-            ("vllm:num_requests_waiting", "Requests that wait for a place.", now.num_waiting),
-            ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use by live requests, 0 to 1.", now.kv_cache_usage),
-            (
-                "runnerd_device_busy_ratio",
-                "Share of the time with work in which the device computed, 0 to 1.",
-                now.device_busy_ratio,
-            ),
-        ):
-            yield GaugeMetricFamily(name, text, gauge)
-        if now.max_in_flight is not None:
-            effective = now.max_in_flight > 1
-            yield GaugeMetricFamily("runnerd_async_effective", "1 when steps overlap, 0 when not.", effective)
-            text = "Steps that may be unresolved at once."
-            yield GaugeMetricFamily("runnerd_max_in_flight", text, now.max_in_flight)
-            text = "Steps that may be unresolved now: 1 while --adaptive-depth finds nothing to gain by more."
-            yield GaugeMetricFamily("runnerd_depth", text, now.depth or now.max_in_flight)
-        for name, text, total in (
-            ("vllm:prompt_tokens", "Prompt tokens computed or found in the prefix cache.", now.prompt_tokens),
-            ("vllm:generation_tokens", "Tokens generated.", now.generation_tokens),
-            ("runnerd_preemptions", "Requests that lost their place to another.", now.num_preemptions),
-            (
-                "runnerd_prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                now.prefix_cache_queries,
-            ),
-            ("runnerd_prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_cache_hits),
-            ("runnerd_steps", "Steps of the model.", now.num_steps),
-            ("runnerd_graph_steps", "Steps that ran as captured graphs.", now.num_graph_steps),
-            (
-                "runnerd_graph_misses",
-                "Steps that could have run as a captured graph, had one of their size been captured.",
-                now.num_graph_misses,
-            ),
-            (
-                "runnerd_poisonous_requests",
-                "Requests that were failed because the engine died of them.",
-                now.num_poisonous,
-            ),
-            ("runnerd_device_busy_seconds", "Time in which the device computed steps.", now.device_busy_seconds),
-            (
-                "runnerd_device_idle_seconds",
-                "Time between steps in which no request could have run.",
-                now.device_idle_seconds,
-            ),
-        ):
-            yield CounterMetricFamily(name, text, total)
-        yield _labelled(
-            "runnerd_step_bubble_seconds",
-            "Time in which the device was idle although a request could have run, by what held it up.",
-            "cause",
-            now.bubble_seconds,
-        )
-        yield _labelled(
-            "runnerd_engine_restarts",
-            "Restarts of the engine, by what made them necessary.",
-            "cause",
-            now.engine_restarts,
-        )
+        if now.model_name is not None:
+            yield from _vllm_metrics(now, now.model_name)
+        yield from _own_gauges(now)
+        yield from _own_counters(now)
         yield from _tenant_metrics(now.tenants)
-        yield _labelled("runnerd_host_step_seconds", "Time of the engine's loop by phase.", "phase", now.host_seconds)
 
 
-class MetricsServer:
-    """Serves the metrics at ``/metrics``. Close it when done.
+def metrics_app(read: Callable[[], MetricsSnapshot]) -> Any:
+    """Give the WSGI application that answers scrapes.
 
     Args:
-        host: Address to listen on.
-        port: TCP port; 0 takes a free one.
         read: Gives the present snapshot; called from other threads.
-
-    Raises:
-        ConfigurationError: It cannot listen there.
     """
-
-    def __init__(self, host: str, port: int, read: Callable[[], MetricsSnapshot]) -> None:
-        registry = CollectorRegistry()
-        registry.register(SnapshotCollector(read))
-        self._server, self._thread = _start(host.strip("[]"), port, registry)
-        self._host = host.strip("[]")
-
-    @property
-    def port(self) -> int:
-        """The TCP port; the chosen one when 0 was asked for."""
-        return self._server.server_port
-
-    @property
-    def url(self) -> str:
-        """What a scraper is given."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self.port}/metrics"
-
-    def close(self) -> None:
-        """Stop listening. Harmless when closed."""
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+    registry = CollectorRegistry()
+    registry.register(SnapshotCollector(read))
+    return make_wsgi_app(registry)
 
 
-def _start(host: str, port: int, registry: CollectorRegistry) -> tuple[WSGIServer, threading.Thread]:
-    try:
-        return start_http_server(port, addr=host, registry=registry)
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot serve metrics on {host} port {port}: {error.strerror or error}; give another --metrics-port, or "
-            "--metrics-port 0 for a free one"
-        ) from error
+def _vllm_metrics(now: MetricsSnapshot, model_name: str) -> Iterator[Metric]:
+    """Give what vLLM has, too: its names, its labels; there is one engine, the first."""
+    labels = {"model_name": model_name, "engine": "0"}
+    for name, text, gauge in (
+        ("num_requests_running", "Requests whose tokens are being computed.", now.num_running),
+        ("num_requests_waiting", "Requests that wait for a place.", now.num_waiting),
+        ("kv_cache_usage_perc", "Share of the KV blocks in use by live requests, 0 to 1.", now.kv_cache_usage),
+    ):
+        yield _with_labels(GaugeMetricFamily, name, text, labels, gauge)
+    for name, text, total in (
+        ("prompt_tokens", "Prompt tokens computed or found in the prefix cache.", now.prompt_tokens),
+        ("generation_tokens", "Tokens generated.", now.generation_tokens),
+        ("num_preemptions", "Requests that lost their place to another.", now.num_preemptions),
+        ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", now.prefix_cache_queries),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", now.prefix_cache_hits),
+    ):
+        yield _with_labels(CounterMetricFamily, name, text, labels, total)
+    finished = CounterMetricFamily(
+        "vllm:request_success", "Outputs that have finished, by why.", labels=[*labels, "finished_reason"]
+    )
+    for reason, count in now.finish_reasons.items():
+        finished.add_metric([*labels.values(), reason], count)
+    yield finished
+    for name, text in LATENCIES.items():
+        yield _histogram(name, text, labels, now.latencies[name])
+    for name, text in SIZES.items():
+        yield _histogram(name, text, labels, now.sizes[name])
+    if now.num_blocks:
+        cache = {"num_gpu_blocks": str(now.num_blocks), "block_size": str(now.block_size)}
+        yield _with_labels(GaugeMetricFamily, "cache_config_info", "The KV cache's size.", labels | cache, 1)
+
+
+def _own_gauges(now: MetricsSnapshot) -> Iterator[Metric]:
+    text = "Share of the time with work in which the device computed, 0 to 1."
+    yield GaugeMetricFamily("runnerd_device_busy_ratio", text, now.device_busy_ratio)
+    if now.max_in_flight is not None:
+        effective = now.max_in_flight > 1
+        yield GaugeMetricFamily("runnerd_async_effective", "1 when steps overlap, 0 when not.", effective)
+        text = "Steps that may be unresolved at once."
+        yield GaugeMetricFamily("runnerd_max_in_flight", text, now.max_in_flight)
+        text = "Steps that may be unresolved now: 1 while --adaptive-depth finds nothing to gain by more."
+        yield GaugeMetricFamily("runnerd_depth", text, now.depth or now.max_in_flight)
+
+
+def _own_counters(now: MetricsSnapshot) -> Iterator[Metric]:
+    missed = "Steps that could have run as a captured graph, had one of their size been captured."
+    poisonous = "Requests that were failed because the engine died of them."
+    idle = "Time between steps in which no request could have run."
+    for name, text, total in (
+        ("runnerd_steps", "Steps of the model.", now.num_steps),
+        ("runnerd_graph_steps", "Steps that ran as captured graphs.", now.num_graph_steps),
+        ("runnerd_graph_misses", missed, now.num_graph_misses),
+        ("runnerd_poisonous_requests", poisonous, now.num_poisonous),
+        ("runnerd_device_busy_seconds", "Time in which the device computed steps.", now.device_busy_seconds),
+        ("runnerd_device_idle_seconds", idle, now.device_idle_seconds),
+    ):
+        yield CounterMetricFamily(name, text, total)
+    bubble = "Time in which the device was idle although a request could have run, by what held it up."
+    restarts = "Restarts of the engine, by what made them necessary."
+    for name, text, label, totals in (
+        ("runnerd_step_bubble_seconds", bubble, "cause", now.bubble_seconds),
+        ("runnerd_engine_restarts", restarts, "cause", now.engine_restarts),
+        ("runnerd_host_step_seconds", "Time of the engine's loop by phase.", "phase", now.host_seconds),
+        ("runnerd_requests", "Generations that have ended, by how.", "outcome", now.outcomes),
+    ):
+        yield _by_label(name, text, label, totals)
 
 
 _TENANT_METRICS = (
@@ -223,8 +213,23 @@ def _tenant_metrics(tenants: Mapping[str, TenantFigures]) -> Iterator[Metric]:
         yield family
 
 
-def _labelled(name: str, text: str, label: str, values: Mapping[str, Any]) -> CounterMetricFamily:
+def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:
     family = CounterMetricFamily(name, text, labels=[label])
     for key, value in values.items():
         family.add_metric([key], value)
+    return family
+
+
+def _with_labels(
+    kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, text: str, labels: Mapping[str, str], value: float
+) -> Metric:
+    family = kind(f"vllm:{name}", text, labels=list(labels))
+    family.add_metric(list(labels.values()), value)
+    return family
+
+
+def _histogram(name: str, text: str, labels: Mapping[str, str], histogram: HistogramSnapshot) -> Metric:
+    family = HistogramMetricFamily(f"vllm:{name}", text, labels=list(labels))
+    bounds = (*map(str, histogram.bounds), "+Inf")
+    family.add_metric(list(labels.values()), list(zip(bounds, histogram.counts, strict=True)), histogram.total)
     return family

@@ -22,11 +22,17 @@ PHASES = {"idle", "inbox", "schedule", "prepare", "wait", "update", "send"}
 
 
 def scrape(daemon) -> dict[tuple[str, str], float]:
-    """Give the values by name and value of the label, if any."""
+    """Give the values by name and value of the label, if any, besides those that all of vLLM's names have."""
     url = daemon.wait_for_log(r"metrics on (http://\S+)")[1]
+    samples: dict[tuple[str, str], float] = {}
     with urllib.request.urlopen(url, timeout=20) as answer:
-        families = text_string_to_metric_families(answer.read().decode())
-        return {(one.name, "".join(one.labels.values())): one.value for family in families for one in family.samples}
+        for family in text_string_to_metric_families(answer.read().decode()):
+            for sample in family.samples:
+                labels = dict(sample.labels)
+                if sample.name.startswith("vllm:"):
+                    assert (labels.pop("model_name"), labels.pop("engine")) == ("sim", "0")
+                samples[sample.name, "".join(labels.values())] = sample.value
+    return samples
 
 
 def labelled(samples: dict[tuple[str, str], float], name: str) -> dict[str, float]:
@@ -46,6 +52,25 @@ def test_a_synchronous_daemon_shows_its_bubbles_and_its_mode(daemon) -> None:
     assert before["runnerd_steps_total", ""] == 0
     assert after["runnerd_steps_total", ""] == after["vllm:generation_tokens_total", ""] == 20
     assert after["vllm:prompt_tokens_total", ""] == 5
+    assert after["runnerd_requests_total", "finished"] == after["vllm:request_success_total", "length"] == 1
+    assert after["vllm:request_generation_tokens_sum", ""] == 20
+    assert after["vllm:inter_token_latency_seconds_count", ""] == 19
+    queue, prefill, decode, inference, first, whole = (
+        after[f"vllm:{name}_seconds_sum", ""]
+        for name in (
+            "request_queue_time",
+            "request_prefill_time",
+            "request_decode_time",
+            "request_inference_time",
+            "time_to_first_token",
+            "e2e_request_latency",
+        )
+    )
+    assert queue + prefill == pytest.approx(first)
+    assert prefill + decode == pytest.approx(inference)
+    assert min(queue, prefill) > 0
+    assert decode > 19 * 0.005
+    assert first + decode <= whole
     assert after["runnerd_device_busy_seconds_total", ""] >= 20 * 0.005
     bubble = labelled(after, "runnerd_step_bubble_seconds_total")
     assert min(bubble["schedule"], bubble["prepare"], bubble["update"], bubble["send"]) > 0

@@ -11,7 +11,7 @@ from runnerd_client import InvalidRequestError
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-LOGGER = "runnerd_service.rpc.servicers"
+LOGGER = "runnerd_service.rpc.request_record"
 
 
 def lines(caplog) -> list[str]:

@@ -24,9 +24,11 @@ from runnerd_service.cli.settings import (
     load_settings,
     split_option,
 )
+from runnerd_service.cli.systemd import keep_watchdog_fed, notify
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.rpc.daemon import Hooks, Ready, Signals, serve
+from runnerd_service.telemetry.logs import configure_logging
 from runnerd_spi import RunnerError, load_runner
 
 logger = logging.getLogger(__name__)
@@ -89,9 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         environment=os.environ,
         file=arguments.config,
     )
-    logging.basicConfig(
-        level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", force=True
-    )
+    configure_logging(settings.log_level, settings.log_format)
     for name in settings.ignored_variables:
         logger.warning("the environment variable %s is no setting and is not used", name)
     config = with_demo_model(settings.config)
@@ -131,15 +131,18 @@ async def _serve(config: ServerConfig, progress: ProgressReporter) -> bool:
     def on_ready(ready: Ready) -> None:
         progress.close()
         print(ready_line(ready), flush=True)
+        notify("READY=1", f"STATUS=serving {ready.model_name}")
 
     hooks = Hooks(
         on_listening=lambda addresses: logger.info("listening on %s; the model loads", ", ".join(addresses)),
         on_progress=progress,
         on_ready=on_ready,
+        on_draining=lambda seconds: notify("STOPPING=1", f"STATUS=live requests have {seconds:g} s to finish"),
     )
     signals = Signals()
     with signals.installed():
-        return await serve(config, hooks, signals)
+        async with keep_watchdog_fed():
+            return await serve(config, hooks, signals)
 
 
 def _demo_model_path() -> Path:

@@ -27,9 +27,11 @@ from runnerd_service.cli.values import (
 )
 from runnerd_service.config import EngineConfig, SecurityConfig, ServerConfig, TenantConfig
 from runnerd_service.errors import ConfigurationError
+from runnerd_service.telemetry.logs import LogFormat
 
 ENVIRONMENT_PREFIX = "RUNNERD_"
 RUNNER_OPTION = "runner-option"
+LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 Owner = Literal["engine", "server", "security", "tenant", "process"]
@@ -116,11 +118,23 @@ SETTINGS: tuple[Setting, ...] = (
         "port of the Prometheus metrics, on the same host; 0 takes a free one and logs it (default: no metrics)",
         "PORT",
     ),
+    Setting("status-page", "server", boolean, "serve a page that shows the server's state beside the metrics"),
+    Setting(
+        "otlp-traces-endpoint",
+        "server",
+        text,
+        "URL of a collector (OTLP over gRPC) that traces of requests are sent to; needs 'runnerd[otel]' "
+        "(default: what OTEL_EXPORTER_OTLP_ENDPOINT says, or no traces)",
+        "URL",
+    ),
+    Setting("channelz", "server", boolean, "serve gRPC's view of its connections; needs 'runnerd[channelz]'"),
     Setting("served-model-name", "server", text, "name of the model in requests and answers", "NAME"),
     Setting("chat-template", "server", text, "path of a Jinja file to use instead of the model's template", "PATH"),
     Setting("max-n", "server", count(1), "most outputs of a request", "N"),
     Setting("max-logprobs", "server", count(0), "most alternatives per token that a request may ask for", "N"),
     Setting("max-stop-strings", "server", count(0), "most stop strings of a request", "N"),
+    Setting("max-bad-words", "server", count(0), "most bad words of a request", "N"),
+    Setting("max-logit-bias", "server", count(0), "most tokens of a request with a bias (default: as there are)", "N"),
     Setting("max-message-bytes", "server", message_size, "largest request message: 16MiB", "SIZE"),
     Setting("max-waiting", "server", count(0), "requests that may wait; further ones get RESOURCE_EXHAUSTED", "N"),
     Setting(
@@ -133,8 +147,6 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "queue-timeout",
         "server",
-    Setting("max-bad-words", "server", count(0), "most bad words of a request", "N"),
-    Setting("max-logit-bias", "server", count(0), "most tokens of a request with a bias (default: as there are)", "N"),
         seconds,
         "how long a request may wait for a place, then it gets RESOURCE_EXHAUSTED; 0: for any time",
         "SECONDS",
@@ -243,6 +255,7 @@ SETTINGS: tuple[Setting, ...] = (
         "max_waiting_tokens",
     ),
     Setting("log-level", "process", one_of(*LOG_LEVELS), "least level of log lines (default: info)", "LEVEL"),
+    Setting("log-format", "process", one_of(*LOG_FORMATS), "log lines as text or as JSON (default: text)", "text|json"),
 )
 """All but ``runner-option``, which has many values."""
 
@@ -262,6 +275,7 @@ class Settings:
 
     config: ServerConfig
     log_level: str = "info"
+    log_format: LogFormat = "text"
     ignored_variables: tuple[str, ...] = ()
     """Environment variables that look like settings and are none; worth a warning."""
 

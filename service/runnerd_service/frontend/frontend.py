@@ -21,7 +21,7 @@ import msgspec
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.messages import EngineReady, Load, LoadProgress, RequestOutput
-from runnerd_service.errors import NotReady, Overloaded, RequestAborted, RunnerdError
+from runnerd_service.errors import EngineFailed, NotReady, Overloaded, RequestAborted, RunnerdError
 from runnerd_service.frontend.effort import Effort, effort_of, effort_of_prompt
 from runnerd_service.frontend.live import LiveRequest, LiveRequests
 from runnerd_service.frontend.loading import LoadedModel, load_model
@@ -41,6 +41,7 @@ from runnerd_service.frontend.types import (
     Tokenized,
 )
 from runnerd_service.metrics import MetricsSnapshot
+from runnerd_service.telemetry.requests import RequestStats, RequestTimes
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ class Frontend:
         # Few, so that slow templates of clients hold up each other and nobody else.
         self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         self._traces = TraceCapture()
+        self.request_stats = RequestStats()
+        """How requests went; whoever calls :meth:`generate` tells it of their ends."""
         self._start_error = ""
 
     @property
@@ -92,6 +95,11 @@ class Frontend:
     def engine_ready(self) -> EngineReady | None:
         """What the latest engine told when it was ready; None before the first was."""
         return None if self._model is None else self._engine.ready
+
+    @property
+    def model_name(self) -> str | None:
+        """The model, as requests name it; None until that is known."""
+        return self._config.served_model_name if self._model is None else self._model.served.name
 
     @property
     def last_error(self) -> str:
@@ -135,8 +143,12 @@ class Frontend:
             self._states.set("serving")
             self._on_engine_state(self._engine.state)  # it may have failed before the tokenizer was loaded
 
-    async def generate(self, generation: Generation) -> AsyncGenerator[Event, None]:
+    async def generate(self, generation: Generation, times: RequestTimes | None = None) -> AsyncGenerator[Event, None]:
         """Give the events of a generation; close the generator (``contextlib.aclosing``) to end it early.
+
+        Args:
+            generation: What is asked for.
+            times: Takes what becomes known of the request; None: nobody wants to know.
 
         Raises:
             InvalidRequest: Fields are wrong or not served.
@@ -155,6 +167,8 @@ class Frontend:
         # before any work is done for it
         self._live.check_room(generation.tenant, 1, self._engine.load.num_waiting)
         live = self._live.begin(generation.request_id, generation.tenant)
+        if times is not None:
+            live.times = times
         timers: list[asyncio.TimerHandle] = []
         try:
             request = await self._run(effort_of(generation), lambda: model.preparer.prepare(generation))
@@ -224,6 +238,8 @@ class Frontend:
             engine_restarts=engine.num_restarts,
             num_poisonous=engine.num_poisonous,
             tenants=self._live.tenant_figures(),
+            model_name=self.model_name,
+            requests=self.request_stats,
         )
 
     async def capture_trace(self, seconds: float) -> CapturedTrace:
@@ -237,6 +253,15 @@ class Frontend:
         """
         self._require_model(accepts_work=False)
         return await self._traces.capture(self._engine.client, seconds)
+
+    async def recent_steps(self) -> str:
+        """Give JSON of :class:`~runnerd_service.engine.trace.Trace`: the engine's last steps; empty without one."""
+        if self._model is None:
+            return ""
+        try:
+            return str(await self._engine.client.call("recent_steps"))
+        except (NotReady, EngineFailed):
+            return ""
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes; gives how many KV blocks held one. Live requests go on with the blocks they have.
@@ -314,15 +339,17 @@ class Frontend:
             added = request.add_request(uid, index, time.monotonic_ns())
             start = partial(self._engine.add_accepted, ongoing, added, self._sink(live, uid, index))
             self._live.start_output(uid, request.priority, num_prompt_tokens + request.max_tokens, start)
+        live.times.num_prompt_tokens = num_prompt_tokens
         logger.debug("request %s: %d prompt tokens", live.request_id, num_prompt_tokens)
         return stream
 
     def _sink(self, live: LiveRequest, uid: int, index: int) -> Callable[[RequestOutput], None]:
-        stream = live.stream
+        stream, meter = live.stream, self.request_stats.meter(live.times)
         assert stream is not None  # it is submitted
 
         def sink(output: RequestOutput) -> None:
             self._live.heard(live, uid, output)
+            meter.note(len(output.token_ids), output.began_ns, output.num_cached_tokens)
             if output.finish is not None:
                 self._live.close_outputs((uid,))
             stream.receive(index, output)

@@ -19,6 +19,7 @@ from runnerd_service.frontend.occupancy import Limits, Occupancy
 from runnerd_service.frontend.stream import RequestStream
 from runnerd_service.frontend.tenants import Tenants
 from runnerd_service.metrics import TenantFigures
+from runnerd_service.telemetry.requests import RequestTimes
 
 
 @dataclass(slots=True, eq=False)
@@ -35,6 +36,8 @@ class LiveRequest:
     """0 until submitted."""
     num_generation_tokens: int = 0
     """Of all outputs, so far."""
+    times: RequestTimes = field(default_factory=RequestTimes)
+    """Takes what becomes known of it."""
     error: RunnerdError | None = None
     """Why it ends before it was submitted."""
 

@@ -103,7 +103,7 @@ class OutputBuffer:
             self._taken_texts.append(text)
             self._taken_tokens.extend(tokens)
             text, tokens = "".join(self._taken_texts), tuple(self._taken_tokens)
-        return OutputChunk(self._index, text, tokens, self._finish, self._num_tokens)
+        return OutputChunk(self._index, text, tokens, self._finish)
 
     def _decode(self, output: RequestOutput) -> list[str]:
         """Give each token's text. The token that ended the output has none, unless it was asked for."""

@@ -15,6 +15,7 @@ from runnerd_service.engine.trace import Trace
 from runnerd_service.errors import FieldViolation, InvalidRequest, Overloaded
 from runnerd_service.frontend.trace_events import trace_json
 from runnerd_service.metrics import MetricsSnapshot, TenantFigures
+from runnerd_service.telemetry.requests import RequestStats
 
 MAX_TRACE_SECONDS = 60.0
 _FAILURE_SEEN_SECONDS = 0.1
@@ -40,6 +41,8 @@ def metrics_snapshot(
     engine_restarts: Mapping[str, int],
     num_poisonous: int,
     tenants: Mapping[str, TenantFigures],
+    model_name: str | None,
+    requests: RequestStats,
 ) -> MetricsSnapshot:
     """Give the metrics' view of the engine's counters.
 
@@ -49,6 +52,8 @@ def metrics_snapshot(
         engine_restarts: By cause.
         num_poisonous: Requests that were failed because engines died of them.
         tenants: Figures by tenant.
+        model_name: As requests name it; None until it is known.
+        requests: How requests went.
     """
     return MetricsSnapshot(
         num_running=load.num_running,
@@ -71,6 +76,13 @@ def metrics_snapshot(
         engine_restarts=dict(engine_restarts),
         num_poisonous=num_poisonous,
         tenants=tenants,
+        model_name=model_name,
+        num_blocks=0 if ready is None else ready.num_blocks,
+        block_size=0 if ready is None else ready.block_size,
+        outcomes=requests.outcomes(),
+        finish_reasons=requests.finish_reasons(),
+        latencies=requests.latencies(),
+        sizes=requests.sizes(),
     )
 
 

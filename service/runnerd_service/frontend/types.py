@@ -125,8 +125,6 @@ class OutputChunk:
     text: str
     tokens: tuple[TokenRecord, ...]
     finish: Finish | None = None
-    num_tokens: int = field(default=0, compare=False)
-    """Tokens of this output so far, those that are held back included; not sent."""
 
 
 Event = Started | PromptRecords | OutputChunk

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import EngineFailed
 from runnerd_service.frontend.frontend import Frontend
-from runnerd_service.metrics import MetricsServer
 from runnerd_service.rpc.server import RpcServer
+from runnerd_service.rpc.web import web_server
+from runnerd_service.telemetry.tracing import open_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ class Hooks:
     """Start-up goes on: stage, done, total."""
     on_ready: Callable[[Ready], None]
     """Generations are served."""
+    on_draining: Callable[[float], object]
+    """Live requests have so many seconds to finish, then the daemon ends."""
 
 
 @dataclass(slots=True)
@@ -75,15 +78,17 @@ async def serve(config: ServerConfig, hooks: Hooks, signals: Signals) -> bool:
         EngineFailed: It failed later, and was restarted in vain as often as it may be.
     """
     frontend = Frontend(config)
-    server = RpcServer(config, frontend)
+    tracer = open_tracer(config.otlp_traces_endpoint)
+    server = RpcServer(config, frontend, tracer)
     try:
         await server.start()
-        async with _metrics(config, frontend):
+        async with web_server(config, frontend):
             hooks.on_listening(server.addresses)
             return await _load_and_serve(config, frontend, server, hooks, signals)
     finally:
         await server.stop(grace_seconds=1.0 if not signals.second.is_set() else 0.0)
         await frontend.close()
+        await asyncio.to_thread(tracer.close)
 
 
 async def _load_and_serve(
@@ -104,6 +109,7 @@ async def _load_and_serve(
         )
     )
     if not await _unless(signals.first, _failure(frontend)):
+        hooks.on_draining(config.drain_seconds)
         return await _drain(config, frontend, signals)
     # Nothing in here can repair it; whoever runs the process can start another, perhaps elsewhere.
     raise EngineFailed(f"the engine failed and is not restarted again: {frontend.last_error}")
@@ -122,25 +128,6 @@ async def _drain(config: ServerConfig, frontend: Frontend, signals: Signals) -> 
     drained = await _unless(signals.second, frontend.drain(config.drain_seconds))
     logger.info("drained" if drained else "stopping at once")
     return drained
-
-
-@asynccontextmanager
-async def _metrics(config: ServerConfig, frontend: Frontend) -> AsyncIterator[None]:
-    """Serve metrics meanwhile, if they are asked for.
-
-    Raises:
-        ConfigurationError: They cannot be served there.
-    """
-    if config.metrics_port is None:
-        yield
-        return
-    # A thread: the standard library looks up the host's name as it binds.
-    metrics = await asyncio.to_thread(MetricsServer, config.host, config.metrics_port, frontend.metrics)
-    logger.info("metrics on %s", metrics.url)
-    try:
-        yield
-    finally:
-        await asyncio.to_thread(metrics.close)
 
 
 async def _unless(event: asyncio.Event, work: Coroutine[Any, Any, object]) -> bool:

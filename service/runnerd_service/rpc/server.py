@@ -22,10 +22,12 @@ from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.rpc import health
 from runnerd_service.rpc.access import Access, AccessInterceptor
+from runnerd_service.rpc.channelz import add_channelz
 from runnerd_service.rpc.interceptor import HandlerInterceptor
 from runnerd_service.rpc.servicers import InferenceServicer, ModelServicer, ServerServicer
 from runnerd_service.rpc.tls import server_credentials
 from runnerd_service.security.exposure import exposure_warnings
+from runnerd_service.telemetry.tracing import NoTracer, RequestTracer
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,7 @@ def server_options(config: ServerConfig) -> Sequence[tuple[str, int]]:
         ("grpc.absolute_max_metadata_size", config.max_metadata_bytes),
         # who connects and says nothing, or not what TLS wants, is let go
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MILLISECONDS),
+        ("grpc.enable_channelz", int(config.channelz)),
     )
 
 
@@ -68,12 +71,13 @@ class RpcServer:
     Args:
         config: Addresses and limits.
         frontend: Serves the generations; started and closed by whoever made it.
+        tracer: Traces them; closed by whoever made it. None: nothing does.
 
     Raises:
         ConfigurationError: The files of certificates or tokens cannot be used.
     """
 
-    def __init__(self, config: ServerConfig, frontend: Frontend) -> None:
+    def __init__(self, config: ServerConfig, frontend: Frontend, tracer: RequestTracer | None = None) -> None:
         self._config = config
         self._frontend = frontend
         self._server = grpc.aio.server(
@@ -88,10 +92,14 @@ class RpcServer:
         self._port = config.port
         self._socket_path: Path | None = None
         self._following: asyncio.Task[None] | None = None
-        inference_pb2_grpc.add_InferenceServiceServicer_to_server(InferenceServicer(frontend), self._server)
+        inference_pb2_grpc.add_InferenceServiceServicer_to_server(
+            InferenceServicer(frontend, tracer or NoTracer()), self._server
+        )
         server_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(frontend), self._server)
         server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(frontend, config), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        if config.channelz:
+            add_channelz(self._server)
         if config.security.reflection:
             reflection.enable_server_reflection((*SERVICE_NAMES, health.NAME, reflection.SERVICE_NAME), self._server)
 

@@ -18,11 +18,12 @@ from runnerd.v1 import generation_pb2, inference_pb2, inference_pb2_grpc, server
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import FieldViolation, InvalidRequest
 from runnerd_service.frontend.frontend import Frontend
-from runnerd_service.frontend.types import Event, Generation, OutputChunk, Started
-from runnerd_service.frontend.validation import MAX_NAME_CHARACTERS
+from runnerd_service.frontend.types import Event, Generation
 from runnerd_service.rpc import convert, replies
 from runnerd_service.rpc.access import CALLER
+from runnerd_service.rpc.request_record import Observers, RequestRecord
 from runnerd_service.rpc.runners import describe_runners
+from runnerd_service.telemetry.tracing import RequestTracer
 from runnerd_spi import SPI_VERSION
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     Args:
         frontend: Serves the generations.
+        tracer: Traces them.
     """
 
-    def __init__(self, frontend: Frontend) -> None:
+    def __init__(self, frontend: Frontend, tracer: RequestTracer) -> None:
         self._frontend = frontend
+        self._observers = Observers(frontend.request_stats, tracer)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: _Context
@@ -53,7 +56,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Gather all events and answer once."""
         generation = replace(await _generation(request), cumulative=False)
         collector = replies.Collector()
-        async with aclosing(self._events(generation)) as events:
+        async with aclosing(self._events(generation, "Generate", context)) as events:
             async for event in events:
                 collector.add(event)
         return collector.response()
@@ -62,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
         """Send a message per event."""
-        async with aclosing(self._events(await _generation(request))) as events:
+        async with aclosing(self._events(await _generation(request), "StreamGenerate", context)) as events:
             async for event in events:
                 yield replies.stream_message(event)
 
@@ -92,67 +95,21 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         text = await self._frontend.detokenize(tuple(request.ids), convert.skip_special_tokens(request))
         return inference_pb2.DetokenizeResponse(text=text)
 
-    async def _events(self, generation: Generation) -> AsyncGenerator[Event, None]:
-        """Give the front end's events, check that they are whole, and log how the request went."""
-        record = _RequestRecord(generation)
+    async def _events(self, generation: Generation, method: str, context: _Context) -> AsyncGenerator[Event, None]:
+        """Give the front end's events, check that they are whole, and tell how the request went."""
+        metadata, model_name = context.invocation_metadata() or (), self._frontend.model_name
+        record = RequestRecord(generation, method, metadata, self._observers, model_name)
         try:
-            async with aclosing(self._frontend.generate(generation)) as events:
+            async with aclosing(self._frontend.generate(generation, record.times)) as events:
                 async for event in events:
                     record.note(event)
                     yield event
-            record.check_complete()
-            record.outcome = "finished"
+            record.finish()
         except Exception as error:
-            record.outcome = type(error).__name__
+            record.fail(error)
             raise
         finally:
-            record.log()
-
-
-class _RequestRecord:
-    """What the log tells of a request: never its text."""
-
-    def __init__(self, generation: Generation) -> None:
-        self.outcome = "cancelled"
-        self._request_id = generation.request_id or "(refused)"
-        self._tenant = generation.tenant
-        self._num_outputs = _num_outputs(generation)
-        self._num_finished = self._prompt_tokens = 0
-        self._completion_tokens: dict[int, int] = {}
-        """By output index."""
-        self._started = time.monotonic()
-
-    def note(self, event: Event) -> None:
-        if isinstance(event, Started):
-            self._request_id, self._prompt_tokens = event.request_id, event.prompt_tokens
-        elif isinstance(event, OutputChunk):
-            self._num_finished += event.finish is not None
-            self._completion_tokens[event.index] = event.num_tokens
-
-    def check_complete(self) -> None:
-        """Refuse to end a stream OK that is not whole.
-
-        Raises:
-            RuntimeError: An output has no finish, or more than one.
-        """
-        if self._num_finished != self._num_outputs:
-            raise RuntimeError(f"{self._num_finished} of {self._num_outputs} outputs of {self._request_id} finished")
-
-    def log(self) -> None:
-        logger.info(
-            "request %s%s %s: %d prompt tokens, %d output tokens, %.3f s",
-            _printable(self._request_id),
-            f" of {self._tenant}" if self._tenant else "",
-            self.outcome,
-            self._prompt_tokens,
-            sum(self._completion_tokens.values()),
-            time.monotonic() - self._started,
-        )
-
-
-def _printable(name: str) -> str:
-    """Give a client's name as the log can hold it: within a line, and no longer than a name may be."""
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in name[:MAX_NAME_CHARACTERS])
+            record.close(context.time_remaining())
 
 
 async def _generation(request: generation_pb2.GenerateRequest) -> Generation:
@@ -165,10 +122,6 @@ async def _converted(convert_request: Callable[[_Request], _Result], request: _R
     if request.ByteSize() <= _LARGE_BYTES:
         return convert_request(request)
     return await asyncio.to_thread(convert_request, request)
-
-
-def _num_outputs(generation: Generation) -> int:
-    return 1 if generation.n is None else generation.n
 
 
 class ModelServicer(server_pb2_grpc.ModelServiceServicer):
