@@ -11,6 +11,7 @@ CAPABILITIES = RunnerCapabilities(
     block_sizes=(16, 1, 2, 4, 8, 32, 64, 128),
     tokenizer="bytes",
     needs_model=False,
+    typical_p="device",
     repetition_penalty="device",
     presence_penalty="device",
     frequency_penalty="device",

@@ -19,7 +19,8 @@ class SamplingParams:
     """How the tokens of one request are chosen. Values arrive validated; ``seed`` is always set.
 
     The order of effects: the row's :class:`TokenMask`, penalties, logit bias, allowed and banned tokens, then
-    temperature, top-k, top-p, min-p, and the draw. Log-probabilities are those of the raw logits (before any of it).
+    temperature, top-k, top-p, min-p, typical-p, and the draw. Log-probabilities are those of the raw logits (before any
+    of it).
     """
 
     temperature: float = 1.0
@@ -30,6 +31,10 @@ class SamplingParams:
     """Keep the smallest set of most likely tokens whose probability reaches this; in (0, 1]."""
     min_p: float = 0.0
     """Drop tokens less likely than this share of the most likely one; in [0, 1]."""
+    typical_p: float = 1.0
+    """Of what the others left, keep the tokens whose surprisal is nearest to its mean, until their probability reaches
+    this; in (0, 1]. With the last of them all that are as near stay. Meister et al., "Locally Typical Sampling" (2022).
+    """
     seed: int = 0
     """64-bit unsigned. Randomness at output index i is a function of (seed, i) alone."""
     repetition_penalty: float = 1.0

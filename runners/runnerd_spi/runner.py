@@ -58,6 +58,7 @@ class RunnerCapabilities:
     top_k: Support = "device"
     top_p: Support = "device"
     min_p: Support = "device"
+    typical_p: Support = "no"
     seed: Support = "device"
     repetition_penalty: Support = "no"
     presence_penalty: Support = "no"

@@ -145,7 +145,7 @@ def _penalize(scores: Float64Array, params: SamplingParams, history: History) ->
 
 
 def _truncate(weights: Float64Array, scores: Float64Array, params: SamplingParams) -> None:
-    """Set the weights of tokens outside top-k, top-p and min-p to 0. The highest weight is 1 and stays."""
+    """Set the weights of tokens outside top-k, top-p, min-p and typical-p to 0. The highest weight is 1."""
     if params.top_k or params.top_p < 1.0:
         order = np.argsort(-scores, kind="stable")
         if params.top_k:
@@ -157,6 +157,19 @@ def _truncate(weights: Float64Array, scores: Float64Array, params: SamplingParam
             weights[order[num_kept:]] = 0.0
     if params.min_p > 0.0:
         weights[weights < params.min_p] = 0.0
+    if params.typical_p < 1.0:
+        _keep_typical(weights, params.typical_p)
+
+
+def _keep_typical(weights: Float64Array, typical_p: float) -> None:
+    kept = weights.nonzero()[0]
+    shares = weights[kept] / weights.sum()
+    surprisals = -np.log(shares)
+    distances = np.abs(surprisals - (shares * surprisals).sum())
+    order = np.argsort(distances, kind="stable")
+    cumulative = shares[order].cumsum()
+    last = order[int(cumulative.searchsorted(typical_p * cumulative[-1], side="left"))]
+    weights[kept[distances > distances[last]]] = 0.0
 
 
 def _splitmix(word: int) -> int:

@@ -22,6 +22,7 @@ _CPU_CAPABILITIES = RunnerCapabilities(
     dtypes=("float32", "bfloat16", "float16"),
     block_sizes=(16, 8, 32, 64, 128, 4, 2, 1),
     shares_host_cores=True,
+    typical_p="device",
     repetition_penalty="device",
     presence_penalty="device",
     frequency_penalty="device",

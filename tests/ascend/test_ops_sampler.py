@@ -21,6 +21,8 @@ PARAMS = {
     "top_p": SamplingParams(temperature=1.0, top_p=0.9),
     "top_k and top_p": SamplingParams(temperature=1.0, top_k=200, top_p=0.7),
     "min_p": SamplingParams(temperature=1.0, min_p=0.05),
+    "typical_p": SamplingParams(temperature=1.0, typical_p=0.7),
+    "typical_p and top_k": SamplingParams(temperature=1.0, top_k=40, typical_p=0.5),
 }
 
 

@@ -41,7 +41,7 @@ WRONG_OPTIONS = [
     ({"top_p": 0.0}, "sampling.top_p"),
     ({"top_p": 1.5}, "sampling.top_p"),
     ({"min_p": -0.5}, "sampling.min_p"),
-    ({"typical_p": 0.5}, "sampling.typical_p"),
+    ({"typical_p": 1.5}, "sampling.typical_p"),
     ({"repetition_penalty": 0.0}, "sampling.repetition_penalty"),
     ({"presence_penalty": 3.0}, "sampling.presence_penalty"),
     ({"frequency_penalty": -3.0}, "sampling.frequency_penalty"),

@@ -114,7 +114,7 @@ ENTRIES: Mapping[str, Effect | Refused] = {
     "sampling.top_k": Effect({"sampling": {"top_k": 1}}),
     "sampling.top_p": Effect({"sampling": {"top_p": 0.1}}),
     "sampling.min_p": Effect({"sampling": {"min_p": 0.9}}),
-    "sampling.typical_p": Refused({"sampling": {"typical_p": 0.5}}),
+    "sampling.typical_p": Effect({"sampling": {"typical_p": 0.1}}),
     "sampling.seed": Effect({"sampling": {"seed": 8}}),
     "sampling.repetition_penalty": Effect({"sampling": {"repetition_penalty": 3.0}}, GREEDY),
     "sampling.presence_penalty": Effect({"sampling": {"presence_penalty": 2.0}}, GREEDY),

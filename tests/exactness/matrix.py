@@ -106,6 +106,7 @@ def _sampling(random: Random, max_tokens: int, vocab_size: int) -> Sampling:
         top_k=sometimes(0, 4, 40),
         top_p=sometimes(1.0, 0.6, 0.95),
         min_p=sometimes(0.0, 0.05),
+        typical_p=sometimes(1.0, 0.5, 0.9),
         seed=random.getrandbits(64),
         repetition_penalty=sometimes(1.0, 1.3, 0.8),
         presence_penalty=sometimes(0.0, 1.0),

@@ -47,6 +47,13 @@ def distribution(logits: np.ndarray, params: SamplingParams) -> tuple[list[int],
         before = np.concatenate(([0.0], np.cumsum(kept)[:-1]))
         kept[before >= params.top_p * kept.sum()] = 0
     kept[kept < params.min_p] = 0
+    kept /= kept.sum()
+    if params.typical_p < 1:
+        surprisals = -np.log(kept, where=kept > 0, out=np.full_like(kept, -np.inf))
+        distances = np.abs(surprisals - kept[kept > 0] @ surprisals[kept > 0])
+        nearest = np.argsort(distances, kind="stable")
+        last = nearest[int((np.cumsum(kept[nearest]) < params.typical_p).sum())]
+        kept[distances > distances[last]] = 0
     return ids, kept / kept.sum()
 
 
@@ -135,6 +142,7 @@ ALONE = {
     "top_k": {"top_k": 8},
     "top_p": {"top_p": 0.7},
     "min_p": {"min_p": 0.1},
+    "typical_p": {"typical_p": 0.6},
     "repetition_penalty": {"temperature": 0.0, "repetition_penalty": 1.8},
     "presence_penalty": {"temperature": 0.0, "presence_penalty": 1.5},
     "frequency_penalty": {"temperature": 0.0, "frequency_penalty": 1.5},
@@ -156,6 +164,7 @@ COMBINATIONS = st.builds(
     top_k=st.sampled_from([0, 1, 5, 60, VOCAB_SIZE]),
     top_p=st.sampled_from([0.4, 0.9, 1.0]),
     min_p=st.sampled_from([0.0, 0.02, 0.3]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.3, 0.8]),
     seed=st.integers(0, MASK),
     repetition_penalty=st.sampled_from([0.8, 1.0, 1.5]),
     presence_penalty=st.sampled_from([-1.0, 0.0, 1.2]),
@@ -213,7 +222,9 @@ def test_bad_words_are_those_of_generate(drivers, request_type, oracle) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(
-    "asked", [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}], ids=lambda one: str(one)
+    "asked",
+    [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.7}],
+    ids=lambda one: str(one),
 )
 def test_first_and_second_tokens_follow_the_exact_probabilities(
     asked, depth, make_checkpoint, open_runner, request_type

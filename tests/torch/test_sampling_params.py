@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
 )
 
 from runnerd_spi import Admit, PlanError, SamplingParams
@@ -82,6 +83,8 @@ def expected_scores(
         scores = TopPLogitsWarper(params.top_p)(history, scores)
     if params.min_p:
         scores = MinPLogitsWarper(params.min_p)(history, scores)
+    if params.typical_p < 1:
+        scores = TypicalLogitsWarper(params.typical_p)(history, scores)
     return processed, scores[0]
 
 
@@ -114,6 +117,10 @@ ALONE = {
     "tiny top_p": SamplingParams(top_p=1e-9),
     "min_p": SamplingParams(min_p=0.1),
     "min_p of 1": SamplingParams(min_p=1.0),
+    "typical_p": SamplingParams(typical_p=0.6),
+    "tiny typical_p": SamplingParams(typical_p=1e-9),
+    "typical_p and min_p": SamplingParams(temperature=2.0, min_p=0.05, typical_p=0.7),
+    "typical_p, top_k and top_p": SamplingParams(temperature=1.5, top_k=20, top_p=0.9, typical_p=0.5),
     "top_k and top_p": SamplingParams(top_k=6, top_p=0.7),
     "top_p and min_p": SamplingParams(temperature=2.0, top_p=0.9, min_p=0.2),
     "repetition_penalty": SamplingParams(repetition_penalty=1.7),
@@ -147,6 +154,7 @@ PARAMS = st.builds(
     top_k=st.sampled_from([0, 1, 2, 7, 30, VOCAB_SIZE, 500]),
     top_p=st.sampled_from([0.05, 0.5, 0.83, 0.99, 1.0]),
     min_p=st.sampled_from([0.0, 0.003, 0.07, 0.5]),
+    typical_p=st.sampled_from([1.0, 1.0, 0.2, 0.6, 0.95]),
     repetition_penalty=st.sampled_from([0.7, 1.0, 1.2, 2.0]),
     presence_penalty=PENALTY,
     frequency_penalty=PENALTY,

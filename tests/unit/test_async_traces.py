@@ -130,6 +130,7 @@ def random_sampling(random: Random, max_tokens: int) -> Sampling:
         top_k=sometimes(0, 1, 4, 40),
         top_p=sometimes(1.0, 0.5, 0.95),
         min_p=sometimes(0.0, 0.02, 0.3),
+        typical_p=sometimes(1.0, 0.5, 0.9),
         seed=random.getrandbits(64),
         repetition_penalty=sometimes(1.0, 1.3, 0.8),
         presence_penalty=sometimes(0.0, 1.0, -1.0),

@@ -88,6 +88,7 @@ def samplings() -> st.SearchStrategy[Sampling]:
         top_k=st.sampled_from([0, 5]),
         top_p=st.sampled_from([1.0, 0.9]),
         min_p=st.sampled_from([0.0, 0.05]),
+        typical_p=st.sampled_from([1.0, 0.6]),
         seed=st.integers(0, 2**64 - 1),
         repetition_penalty=st.sampled_from([1.0, 1.5]),
         presence_penalty=st.sampled_from([0.0, 1.0]),

@@ -200,6 +200,7 @@ params = st.builds(
     top_k=st.sampled_from((0, 1, 20)),
     top_p=st.sampled_from((1.0, 0.8)),
     min_p=st.sampled_from((0.0, 0.05)),
+    typical_p=st.sampled_from([1.0, 0.6]),
     seed=st.integers(0, 2**64 - 1),
     repetition_penalty=st.sampled_from((1.0, 1.3)),
     presence_penalty=st.sampled_from((0.0, 0.5)),

@@ -83,6 +83,20 @@ def test_min_p_drops_what_is_much_less_likely_than_the_best(min_p: float, kept: 
     assert reachable(SamplingParams(min_p=min_p)) == kept
 
 
+def test_typical_p_keeps_what_is_nearest_to_the_mean_surprisal() -> None:
+    # Probabilities 0.9 and ten of 0.01: the mean surprisal is 0.56, that of the first 0.11, that of the others 4.6.
+    logits = np.log(np.array([0.9, *[0.01] * 10], dtype=np.float32))
+    drawn = [choose(logits, SamplingParams(typical_p=0.5), history(), u) for u in (0.0, 0.5, 0.999)]
+    assert drawn == [0, 0, 0]
+    # Probabilities 0.6 and forty of 0.01: the mean is 2.15, so the first, with 0.51, is nearer.
+    logits = np.log(np.array([0.6, *[0.01] * 40], dtype=np.float32))
+    assert choose(logits, SamplingParams(typical_p=0.4), history(), 0.999) == 0
+    # Probabilities 0.4 and sixty of 0.01: the mean is 3.13, and the others are nearer than the first; all are as near.
+    logits = np.log(np.array([0.4, *[0.01] * 60], dtype=np.float32))
+    drawn = [choose(logits, SamplingParams(typical_p=0.1), history(), u) for u in (0.0, 0.51, 0.999)]
+    assert drawn == [1, 31, 60]
+
+
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_all_seen_tokens() -> None:
     logits = np.array([4.0, 3.0, -1.0, -1.5], dtype=np.float32)
     params = SamplingParams(temperature=0, repetition_penalty=2.0)

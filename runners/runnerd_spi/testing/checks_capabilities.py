@@ -86,6 +86,14 @@ def _check_draws(kit: Kit, greedy: Tokens) -> None:
                 f"{feature}={value} leaves only the most likely token, but {_NUM_PROMPTS - same} of {_NUM_PROMPTS} "
                 "outputs are of others"
             )
+    if kit.subject.serves("typical_p"):
+        drawn, others = (_tokens(kit, kit.params(temperature=2.0, seed=seed, typical_p=1e-6)) for seed in (1, 2))
+        same = sum(mine == theirs for mine, theirs in zip(drawn, others, strict=True))
+        if same <= _NUM_PROMPTS // 2:
+            raise Broken(
+                f"typical_p=1e-06 leaves one token at each place, but {_NUM_PROMPTS - same} of {_NUM_PROMPTS} outputs "
+                "depend on the seed"
+            )
 
 
 def _check_bans(kit: Kit, greedy: Tokens) -> None:

@@ -225,7 +225,16 @@ def _busy(kit: Kit, depth: int, params: SamplingParams) -> Iterator[TraceRun]:
 
 def _device_features(kit: Kit) -> Iterator[tuple[str, SamplingParams]]:
     yield "", kit.drawn(1)
-    for feature in (*HISTORY_FEATURES, "top_k", "top_p", "min_p", "logit_bias", "allowed_token_ids", "logprobs"):
+    for feature in (
+        *HISTORY_FEATURES,
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "logit_bias",
+        "allowed_token_ids",
+        "logprobs",
+    ):
         if kit.subject.support(feature) != "device":
             continue
         value: object = {

@@ -92,6 +92,7 @@ def random_params(random: Random, subject: Subject, sizes: Sizes, num_outputs: i
         "top_k": (1, 3, 20),
         "top_p": (0.4, 0.9),
         "min_p": (0.02, 0.3),
+        "typical_p": (0.3, 0.9),
         "repetition_penalty": (1.4, 0.8),
         "presence_penalty": (1.5, -1.0),
         "frequency_penalty": (2.0, -0.5),

@@ -11,6 +11,7 @@ _CAPABILITIES = RunnerCapabilities(
     dtypes=("bfloat16", "float16", "float32"),
     # What the fused attention takes for prompts; the first is the default.
     block_sizes=(128, 256, 384, 512),
+    typical_p="device",
     repetition_penalty="device",
     presence_penalty="device",
     frequency_penalty="device",

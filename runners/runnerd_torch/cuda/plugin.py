@@ -17,6 +17,7 @@ _CAPABILITIES = RunnerCapabilities(
     max_in_flight=4,
     dtypes=("bfloat16", "float16", "float32"),
     block_sizes=(16, 8, 32, 64, 128, 4, 2, 1),
+    typical_p="device",
     repetition_penalty="device",
     presence_penalty="device",
     frequency_penalty="device",

@@ -107,6 +107,7 @@ class Draws:
     top_k: ArrayRef | None
     # [n, 1] float64
     top_p: ArrayRef | None
+    typical_p: ArrayRef | None
     num_candidates: int | None
     """How many of the most likely tokens to look at; None: all of them."""
 

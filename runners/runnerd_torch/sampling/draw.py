@@ -71,7 +71,7 @@ def token_weights(
         weights, proportional to the probabilities, 0 for what may not be chosen.
     """
     if draws.top_k is None and draws.top_p is None:
-        return None, _without_unlikely(_weights(logits, highest, draws, buffer), draws, buffer)
+        return None, _kept(_weights(logits, highest, draws, buffer), draws, buffer)
     if draws.num_candidates is None:
         values, ids = torch.sort(logits, dim=1, descending=True, stable=True)
     else:
@@ -83,7 +83,7 @@ def token_weights(
         weights.masked_fill_(places >= draws.top_k.of(buffer), 0)
     if draws.top_p is not None:
         weights.masked_fill_(_behind_top_p(weights, draws.top_p.of(buffer)), 0)
-    return ids, _without_unlikely(weights, draws, buffer)
+    return ids, _kept(weights, draws, buffer)
 
 
 def most_likely_ids(logits: torch.Tensor, num_ids: int) -> torch.Tensor:
@@ -119,7 +119,7 @@ def _truncated_weights(
     top_p = None if draws.top_p is None else draws.top_p.of(buffer).squeeze(1).to(torch.float32)
     top_k = draws.top_k.of(buffer).squeeze(1).to(torch.int32)
     exponents = (logits - highest).div_(draws.temperature.of(buffer))
-    return _without_unlikely(_fixed_point(truncate(exponents, top_p, top_k)), draws, buffer)
+    return _kept(_fixed_point(truncate(exponents, top_p, top_k)), draws, buffer)
 
 
 def _fixed_point(exponents: torch.Tensor) -> torch.Tensor:
@@ -128,21 +128,44 @@ def _fixed_point(exponents: torch.Tensor) -> torch.Tensor:
     return relative.mul_(2.0**WEIGHT_BITS).to(torch.int64)
 
 
-def _without_unlikely(weights: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
-    """Drop what is less likely than min-p of the most likely token, whose weight is 2**WEIGHT_BITS."""
-    if draws.min_weight is None:
-        return weights
-    return weights.masked_fill_(weights < draws.min_weight.of(buffer), 0)
+def _kept(weights: torch.Tensor, draws: Draws, buffer: torch.Tensor) -> torch.Tensor:
+    """Drop what min-p and typical-p leave out; the weight of the most likely token is 2**WEIGHT_BITS."""
+    if draws.min_weight is not None:
+        weights.masked_fill_(weights < draws.min_weight.of(buffer), 0)
+    if draws.typical_p is not None:
+        weights.masked_fill_(_is_atypical(weights, draws.typical_p.of(buffer)), 0)
+    return weights
+
+
+def _is_atypical(weights: torch.Tensor, typical_p: torch.Tensor) -> torch.Tensor:
+    """Mark the tokens whose surprisal is further from the mean than those that reach ``typical_p`` of the whole.
+
+    The mean, which is the entropy, is summed in whole numbers too, so that it depends on the row alone.
+    """
+    total = weights.sum(1, keepdim=True)
+    shares = weights.to(torch.float32) / total.to(torch.float32)
+    surprisals = shares.log().neg_()
+    terms = (shares * surprisals).masked_fill_(weights == 0, 0)
+    entropy = terms.mul_(2.0**WEIGHT_BITS).to(torch.int64).sum(1, keepdim=True).to(torch.float32) * 2.0**-WEIGHT_BITS
+    distances = surprisals.sub_(entropy).abs_()
+    nearest, order = torch.sort(distances, dim=1, stable=True)
+    sums = weights.gather(1, order).cumsum(1)
+    # At most the place where the sum reaches the whole: what has no weight lies behind it, at an infinite distance.
+    last = (sums < _limit(typical_p, total)).sum(1, keepdim=True)
+    return distances > nearest.gather(1, last)
 
 
 def _behind_top_p(weights: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Mark the tokens before which the sum reaches ``top_p`` of the whole; the first token never is."""
     sums = weights.cumsum(1)
-    total = sums[:, -1:]
-    # A product in float64 may fall below a total of more than 53 bits, and a top-p of 1 must keep all. No conversion
+    return sums - weights >= _limit(top_p, sums[:, -1:])
+
+
+def _limit(share: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Give the least sum of weights that is ``share`` of ``total`` or more; both, and the result, are [n, 1]."""
+    # A product in float64 may fall below a total of more than 53 bits, and a share of 1 must keep all. No conversion
     # is spelled out here: torch_npu would convert to float32 where it is asked for float64.
-    limit = torch.where(top_p < 1, (top_p * total).ceil().to(torch.int64), total)
-    return sums - weights >= limit
+    return torch.where(share < 1, (share * total).ceil().to(torch.int64), total)
 
 
 def _choose(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -212,6 +212,7 @@ class _BatchPlan:
             return None
         put, table, slots = self._packer.put, self._table, self._slots[rows]
         min_p, top_k, top_p = table.min_p[slots], table.top_k[slots], table.top_p[slots]
+        typical_p = table.typical_p[slots]
         top_k[top_k == 0] = self._vocab_size
         return Draws(
             rows=self._rows_ref(rows),
@@ -220,6 +221,7 @@ class _BatchPlan:
             min_weight=put(np.floor(min_p * 2.0**WEIGHT_BITS).astype(np.int64)[:, None]) if min_p.any() else None,
             top_k=put(top_k[:, None]) if (top_k < self._vocab_size).any() else None,
             top_p=put(top_p[:, None]) if (top_p < 1).any() else None,
+            typical_p=put(typical_p[:, None]) if (typical_p < 1).any() else None,
             num_candidates=num_candidates,
         )
 

@@ -66,6 +66,7 @@ class SlotTable:
         self.top_k = np.zeros(max_num_seqs, np.int64)
         self.top_p = np.ones(max_num_seqs, np.float64)
         self.min_p = np.zeros(max_num_seqs, np.float64)
+        self.typical_p = np.ones(max_num_seqs, np.float64)
         self.seed_state = np.zeros(max_num_seqs, np.uint64)
         self.repetition_penalty = np.ones(max_num_seqs, np.float32)
         self.presence_penalty = np.zeros(max_num_seqs, np.float32)
@@ -112,6 +113,7 @@ class SlotTable:
         self.top_k[slot] = params.top_k if params.top_k < self._vocab_size else 0
         self.top_p[slot] = params.top_p
         self.min_p[slot] = params.min_p
+        self.typical_p[slot] = params.typical_p
         self.seed_state[slot] = seed_states(np.array([params.seed], np.uint64))[0]
         self.repetition_penalty[slot] = params.repetition_penalty
         self.presence_penalty[slot] = params.presence_penalty

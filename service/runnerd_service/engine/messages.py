@@ -21,6 +21,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True)
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int = 0
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0

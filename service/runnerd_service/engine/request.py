@@ -161,6 +161,7 @@ def _sampling_params(sampling: Sampling, stop_token_ids: tuple[int, ...]) -> Sam
         top_k=sampling.top_k,
         top_p=sampling.top_p,
         min_p=sampling.min_p,
+        typical_p=sampling.typical_p,
         seed=sampling.seed,
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,

@@ -248,6 +248,7 @@ class Preparer:
             top_k=g.top_k or 0,
             top_p=neutral.top_p if g.top_p is None else g.top_p,
             min_p=g.min_p or 0.0,
+            typical_p=neutral.typical_p if g.typical_p is None else g.typical_p,
             # 63 bits, so that a client of any language can send it back as a signed integer.
             seed=secrets.randbits(63) if g.seed is None else g.seed,
             repetition_penalty=neutral.repetition_penalty if g.repetition_penalty is None else g.repetition_penalty,

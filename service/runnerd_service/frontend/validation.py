@@ -183,6 +183,7 @@ class _Checker:
             ("sampling.top_k", "top_k", bool(g.top_k)),
             ("sampling.top_p", "top_p", g.top_p not in (None, 1)),
             ("sampling.min_p", "min_p", bool(g.min_p)),
+            ("sampling.typical_p", "typical_p", g.typical_p not in (None, 1)),
             ("sampling.seed", "seed", g.seed is not None),
             ("sampling.repetition_penalty", "repetition_penalty", g.repetition_penalty not in (None, 1)),
             ("sampling.presence_penalty", "presence_penalty", bool(g.presence_penalty)),
@@ -198,8 +199,6 @@ class _Checker:
         for field, capability, is_asked in asked:
             if is_asked and support[capability] == "no":
                 self._unserved(field, not_served(self._served.runner, capability))
-        if g.typical_p not in (None, 1):
-            self._unserved("sampling.typical_p", "typical sampling is served by no runner; use top_p or min_p")
         if g.beam_width not in (None, 1):
             self._unserved("sampling.beam_width", "beam search is served by no runner; use output.n and logprobs")
         if g.pooling is not None:
