@@ -143,7 +143,9 @@ class EngineClient:
         if live and self.failure is None and self._connection is not None and not self._closing:
             self._connection.channel.send(AbortRequests(live))
 
-    async def call(self, method: Literal["reset_prefix_cache", "check_integrity", "start_trace", "stop_trace"]) -> str:
+    async def call(
+        self, method: Literal["reset_prefix_cache", "check_integrity", "start_trace", "stop_trace", "recent_steps"]
+    ) -> str:
         """Run a utility method in the engine and give its answer.
 
         Raises:
