@@ -11,10 +11,13 @@ from typing import TypedDict
 
 import grpc
 
+from runnerd_client.retries import SERVICE_CONFIG
+
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 """Where ``runnerd serve`` listens. A unix socket is ``unix:/path/of/the.sock``."""
 
-CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.service_config", SERVICE_CONFIG),
     # an answer with log-probabilities of a long prompt exceeds gRPC's default of 4 MiB
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
