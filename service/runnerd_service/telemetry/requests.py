@@ -65,13 +65,15 @@ class OutputMeter:
 
     Args:
         times: The request's.
+        first_token: Takes the time to the request's first token.
         inter_token: Takes the times between tokens.
     """
 
-    __slots__ = ("_inter_token", "_last_ns", "_times")
+    __slots__ = ("_first_token", "_inter_token", "_last_ns", "_times")
 
-    def __init__(self, times: RequestTimes, inter_token: Histogram) -> None:
+    def __init__(self, times: RequestTimes, first_token: Histogram, inter_token: Histogram) -> None:
         self._times = times
+        self._first_token = first_token
         self._inter_token = inter_token
         self._last_ns = 0
 
@@ -96,6 +98,7 @@ class OutputMeter:
         else:
             if not times.first_token_ns:
                 times.first_token_ns = now
+                self._first_token.observe((now - times.arrival_ns) * 1e-9)
             if num_cached_tokens > times.num_cached_tokens:
                 times.num_cached_tokens = num_cached_tokens
         self._last_ns = now
@@ -116,7 +119,8 @@ class RequestStats:
 
     def meter(self, times: RequestTimes) -> OutputMeter:
         """Give what notes the tokens of one more output of a request."""
-        return OutputMeter(times, self._latencies["inter_token_latency_seconds"])
+        latencies = self._latencies
+        return OutputMeter(times, latencies["time_to_first_token_seconds"], latencies["inter_token_latency_seconds"])
 
     def ended(self, times: RequestTimes, outcome: str) -> None:
         """Count a request that has ended, in whatever way.
@@ -160,7 +164,6 @@ class RequestStats:
     def _observe_times(self, times: RequestTimes) -> None:
         self._span("e2e_request_latency_seconds", times.arrival_ns, times.end_ns)
         self._span("request_queue_time_seconds", times.arrival_ns, times.began_ns)
-        self._span("time_to_first_token_seconds", times.arrival_ns, times.first_token_ns)
         if times.began_ns:
             self._span("request_prefill_time_seconds", times.began_ns, times.first_token_ns)
             self._span("request_inference_time_seconds", times.began_ns, times.last_token_ns)
