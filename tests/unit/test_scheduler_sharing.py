@@ -171,7 +171,8 @@ def test_after_a_reset_in_mid_prefill_the_next_one_computes_the_prompt_and_nothi
     assert bench.scheduler.reset_prefix_cache() == 2
     bench.scheduler.check_integrity()
     held = list(leader.block_ids)
-    bench.run()
+    assert row_sizes(bench.run()) == {0: 8}
+    assert row_sizes(bench.run()) == {0: 2, 1: 6}, "nobody waits for what will not be found"
     assert leader.block_ids == held, "what is in use stays"
     while follower.status is not Status.FINISHED:
         bench.run()
