@@ -22,6 +22,7 @@ CAPABILITIES = RunnerCapabilities(
     logprobs="device",
     max_logprobs=20,
     prompt_logprobs="device",
+    guided_decoding="host_sync",
 )
 
 

@@ -33,6 +33,7 @@ _CPU_CAPABILITIES = RunnerCapabilities(
     logprobs="device",
     max_logprobs=MAX_LOGPROBS,
     prompt_logprobs="device",
+    guided_decoding="host_sync",
 )
 
 

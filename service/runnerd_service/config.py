@@ -31,6 +31,8 @@ class EngineConfig:
     """Depth when asynchronous; None means 2, or what the runner allows. Only with async_execution other than "off"."""
     adaptive_depth: bool | None = None
     """Keep one step in flight where overlapping would gain next to nothing; None: where device and host share cores."""
+    guide_cache_size: int = 64
+    """Guides whose compiled form is kept, the latest ones."""
     trust_remote_code: bool = False
     enforce_eager: bool = False
     speculative_model: str | None = None
@@ -107,6 +109,10 @@ class ServerConfig:
     max_bad_words: int = 1024
     max_logit_bias: int | None = None
     """Tokens of a request with a bias; None: as many as there are token ids."""
+    max_guide_bytes: int = 256 * 1024
+    """Largest guide of a request."""
+    guide_timeout_seconds: float = 10.0
+    """A guide that takes longer to compile is refused."""
     max_message_bytes: int = 16 * 1024 * 1024
     max_waiting: int = 4096
     """Requests that may wait for a place; further ones get RESOURCE_EXHAUSTED."""

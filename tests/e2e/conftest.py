@@ -58,7 +58,7 @@ async def _serve(*, engine: dict | None = None, options: dict[str, str] | None =
         await frontend.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def serve() -> Callable[..., object]:
     """Gives ``async with serve(engine={...}, options={...}, load=False, ...) as live:``."""
     return _serve

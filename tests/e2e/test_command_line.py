@@ -204,7 +204,7 @@ def test_info_shows_model_server_and_load(address, capsys) -> None:
     assert code == 0
     assert described["server"]["runner"] == "sim"
     assert described["model"]["vocab_size"] > 256
-    assert described["model"]["capabilities"]["guided_decoding"] == "SUPPORT_NO"
+    assert described["model"]["capabilities"]["guided_decoding"] == "SUPPORT_HOST_SYNC"
     assert described["load"]["num_running"] == 0
 
 

@@ -9,6 +9,7 @@ from runnerd.v1 import generation_pb2 as pb
 from runnerd_client import ChatMessage, GenerateOptions, chat
 from runnerd_client.requests import generate_request, tokenize_request
 from runnerd_service.frontend.types import ChatPrompt, Generation
+from runnerd_service.guided.guide import Guide
 from runnerd_service.rpc.convert import to_generation
 
 OPTIONS: GenerateOptions = {
@@ -58,7 +59,7 @@ def test_each_option_arrives_at_the_server_as_it_was_given() -> None:
     expected = dict(OPTIONS)
     expected["time_limit_seconds"] = expected.pop("time_limit")
     expected["cumulative"] = expected.pop("stream_mode") == "cumulative"
-    expected["guide"] = "regex"
+    expected["guide"] = Guide("regex", ("a+",))
     del expected["guided_decoding"]
     assert to_generation(generate_request("hello", OPTIONS)) == Generation(prompt="hello", **expected)
 

@@ -374,7 +374,7 @@ async def test_model_is_described(frontend: Frontend) -> None:
 
     assert (told.name, told.vocab_size, told.eos_token_ids) == ("sim", 257, (256,))
     assert told.has_chat_template
-    assert told.capabilities["guided_decoding"] == "no"
+    assert told.capabilities["guided_decoding"] == "host_sync"
     assert told.max_logprobs == 20
 
 

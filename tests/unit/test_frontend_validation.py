@@ -16,6 +16,7 @@ from runnerd_service.frontend.preparation import PreparedRequest, Preparer, outp
 from runnerd_service.frontend.tokenizer import ByteTokenizer
 from runnerd_service.frontend.types import ChatPrompt, Generation
 from runnerd_service.frontend.validation import ServedModel, capability_map
+from runnerd_service.guided.guide import Guide
 from runnerd_spi import RunnerCapabilities, load_runner
 
 EVERYTHING = load_runner("sim").capabilities
@@ -39,6 +40,8 @@ SERVED = ServedModel(
     max_n=8,
     max_logprobs=5,
     max_stop_strings=3,
+    max_in_flight=2,
+    max_guide_bytes=100,
 )
 TOKENIZER = ByteTokenizer()
 
@@ -86,8 +89,8 @@ def fields(generation: Generation, served: ServedModel = SERVED) -> list[str]:
         *(("n", value, "output.n") for value in (0, 9)),
         ("logprobs", 6, "output.logprobs"),
         ("prompt_logprobs", 6, "output.prompt_logprobs"),
-        ("guide", "json_schema", "guided_decoding.json_schema"),
-        ("guide", "regex", "guided_decoding.regex"),
+        ("guide", Guide("json_schema", ("{}",)), "guided_decoding.json_schema"),
+        ("guide", Guide("regex", ("a",)), "guided_decoding.regex"),
         ("adapter", "a-lora", "adapter"),
         ("request_id", "", "request_id"),
         ("request_id", "x" * 129, "request_id"),
@@ -189,8 +192,25 @@ def test_value_that_asks_for_nothing_is_taken_by_any_runner(name: str, value: An
     prepare(replace(Generation("hi", temperature=0.0), **{name: value}), served)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"capabilities": NOTHING}, "runner 'sim' does not serve guided_decoding"),
+        ({"max_in_flight": 3}, "3 may be in flight; ask the operator for a server with --async-execution off"),
+        ({"max_in_flight": 1}, "got 101 bytes, this server takes at most 100"),
+    ],
+)
+def test_a_guide_is_refused_with_what_would_serve_it(change: dict[str, Any], said: str) -> None:
+    guide = Guide("choice", ("é" * 50, "x"))
+    with pytest.raises(InvalidRequest) as caught:
+        prepare(Generation("hi", temperature=0.0, guide=guide), replace(SERVED, **change))
+    [violation] = caught.value.violations
+    assert violation.field == "guided_decoding.choice"
+    assert said in violation.description
+
+
 def test_all_violations_are_told_at_once() -> None:
-    generation = Generation("", temperature=-1.0, max_tokens=0, stop=("",), n=0, guide="choice", adapter="a")
+    generation = Generation("", temperature=-1.0, max_tokens=0, stop=("",), n=0, guide=Guide("choice"), adapter="a")
 
     assert fields(generation) == [
         "sampling.temperature",
@@ -380,6 +400,6 @@ def test_every_feature_of_a_runner_is_told() -> None:
     told = capability_map(EVERYTHING)
 
     assert told["seed"] == "device"
-    assert told["guided_decoding"] == "no"
+    assert told["guided_decoding"] == "host_sync"
     assert "tokenizer" not in told
     assert "max_logprobs" not in told

@@ -16,8 +16,6 @@ from runnerd_service.rpc.convert import to_generation, tokenize_prompt
 
 Path = tuple[FieldDescriptor, ...]
 
-# Guided decoding is refused by the name of its kind; what is inside of a guide is not looked at.
-NOT_CARRIED = {"guided_decoding.choice.texts"}
 WELL_KNOWN = ("google.protobuf.Duration", "google.protobuf.Struct")
 
 
@@ -36,7 +34,7 @@ def name(path: Path) -> str:
 
 
 PROMPT = pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["prompt"]
-LEAVES = [path for path in leaves(pb.GenerateRequest.DESCRIPTOR) if name(path) not in NOT_CARRIED]
+LEAVES = list(leaves(pb.GenerateRequest.DESCRIPTOR))
 
 
 def request_for(path: Path) -> pb.GenerateRequest:

@@ -119,6 +119,10 @@ class _FinishReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """max_tokens or the context's end was reached."""
     FINISH_REASON_TIME_LIMIT: _FinishReason.ValueType  # 3
     """stopping.time_limit was reached."""
+    FINISH_REASON_GUIDE: _FinishReason.ValueType  # 4
+    """The guide is complete and goes on by no token, and EOS could not say so: it is ignored, banned, or came before
+    min_tokens.
+    """
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why an output ended."""
@@ -131,6 +135,10 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens or the context's end was reached."""
 FINISH_REASON_TIME_LIMIT: FinishReason.ValueType  # 3
 """stopping.time_limit was reached."""
+FINISH_REASON_GUIDE: FinishReason.ValueType  # 4
+"""The guide is complete and goes on by no token, and EOS could not say so: it is ignored, banned, or came before
+min_tokens.
+"""
 Global___FinishReason: typing_extensions.TypeAlias = FinishReason
 
 @typing.final
@@ -648,7 +656,10 @@ Global___OutputOptions: typing_extensions.TypeAlias = OutputOptions
 
 @typing.final
 class GuidedDecoding(google.protobuf.message.Message):
-    """A form that the output must have."""
+    """A form that the output must have. Tokens that break it are never chosen; EOS is once the form is complete. An output
+    that ends by max_tokens, the time limit, a stop string or a stop token has the beginning of such a form. Served where
+    steps do not overlap. Each kind: up to the server's max_guide_bytes, compiled within its guide_timeout.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -659,15 +670,21 @@ class GuidedDecoding(google.protobuf.message.Message):
     CHOICE_FIELD_NUMBER: builtins.int
     STRUCTURAL_TAG_FIELD_NUMBER: builtins.int
     json_schema: builtins.str
-    """A JSON schema, as JSON text."""
+    """A JSON schema, as JSON text: an object, or true. Keywords that cannot be enforced are refused by name."""
     json_object: builtins.bool
     """Any JSON object; true to ask for it."""
     regex: builtins.str
-    """A regular expression that the whole output matches."""
+    """A regular expression that the whole output matches, in the syntax of Rust's regex crate: no look-around, no
+    back-references; \\d is 0 to 9.
+    """
     grammar: builtins.str
-    """A context-free grammar in Lark or GBNF notation."""
+    """A context-free grammar: Lark as llguidance reads it, whose rule `start` is the whole output, or GBNF, whose rule
+    is `root`.
+    """
     structural_tag: builtins.str
-    """A structural-tag description, as JSON text."""
+    """Free text in which each trigger begins one of the structures that start with it, as JSON text:
+    {"structures": [{"begin": text, "schema": JSON schema, "end": text}], "triggers": [text]}.
+    """
     @property
     def choice(self) -> Global___Choices:
         """One of these texts."""

@@ -28,6 +28,7 @@ _CAPABILITIES = RunnerCapabilities(
     logprobs="device",
     max_logprobs=MAX_LOGPROBS,
     prompt_logprobs="device",
+    guided_decoding="host_sync",
 )
 
 

@@ -103,6 +103,7 @@ SETTINGS: tuple[Setting, ...] = (
         boolean,
         "keep one step in flight where overlapping gains next to nothing (default: where device and host share cores)",
     ),
+    Setting("guide-cache-size", "engine", count(0), "guides whose compiled form is kept, the latest ones", "N"),
     Setting("trust-remote-code", "engine", boolean, "run code that comes with the model"),
     Setting("enforce-eager", "engine", boolean, "use no compiled or captured graphs"),
     Setting("speculative-model", "engine", text, "draft model of speculative decoding", "MODEL"),
@@ -135,6 +136,15 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("max-stop-strings", "server", count(0), "most stop strings of a request", "N"),
     Setting("max-bad-words", "server", count(0), "most bad words of a request", "N"),
     Setting("max-logit-bias", "server", count(0), "most tokens of a request with a bias (default: as there are)", "N"),
+    Setting("max-guide-bytes", "server", byte_size, "largest guide of guided decoding: 256KiB", "SIZE"),
+    Setting(
+        "guide-timeout",
+        "server",
+        seconds,
+        "a guide that takes longer to compile is refused",
+        "SECONDS",
+        "guide_timeout_seconds",
+    ),
     Setting("max-message-bytes", "server", message_size, "largest request message: 16MiB", "SIZE"),
     Setting("max-waiting", "server", count(0), "requests that may wait; further ones get RESOURCE_EXHAUSTED", "N"),
     Setting(

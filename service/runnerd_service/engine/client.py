@@ -34,6 +34,7 @@ from runnerd_service.engine.messages import (
 from runnerd_service.engine.process import EXIT_ENGINE_DEAD, EXIT_START_FAILED
 from runnerd_service.engine.setup import resolve
 from runnerd_service.errors import ConfigurationError, EngineFailed, EngineStartFailed
+from runnerd_service.guided.guide import Vocabulary
 from runnerd_spi import RunnerError, load_runner
 
 logger = logging.getLogger(__name__)
@@ -69,9 +70,15 @@ class EngineClient:
         config: The engine's configuration.
         on_failure: Called once if the process dies or reports an error after it was ready, before the live requests
             are failed. :attr:`failure` is set by then, which tells those failures from failures of a request alone.
+        vocabulary: What guides are followed in, see :meth:`use_vocabulary`.
     """
 
-    def __init__(self, config: EngineConfig, on_failure: Callable[[EngineError], None] = lambda error: None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_failure: Callable[[EngineError], None] = lambda error: None,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
         self.load = Load()
         """The latest counters."""
         self.failure: EngineError | None = None
@@ -90,6 +97,8 @@ class EngineClient:
         self._call_ids = itertools.count()
         self._connection: _Connection | None = None
         self._closing = False
+        self._vocabulary = vocabulary
+        self._knows_vocabulary = False
 
     async def start(self, on_progress: Callable[[LoadProgress], None]) -> EngineReady:
         """Start the engine process and wait until it serves. Cancelled or failed, it leaves nothing behind.
@@ -118,6 +127,10 @@ class EngineClient:
         """Requests whose end is not known."""
         return len(self._sinks)
 
+    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Tell the engine of it before the first guided request."""
+        self._vocabulary = vocabulary
+
     def add(self, request: AddRequest, sink: Sink) -> None:
         """Send a request.
 
@@ -135,6 +148,9 @@ class EngineClient:
         if request.uid in self._sinks:
             raise ValueError(f"uid {request.uid} names a live request; draw a new one")
         self._sinks[request.uid] = sink
+        if request.guide is not None and self._vocabulary is not None and not self._knows_vocabulary:
+            self._knows_vocabulary = True
+            channel.send(self._vocabulary)
         channel.send(request)
 
     def abort(self, uids: Iterable[int]) -> None:

@@ -13,12 +13,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from runnerd_service.engine.depth import AdaptiveDepth
+from runnerd_service.engine.guided_requests import GuidedRequests, GuideEnd
 from runnerd_service.engine.kv_cache import BlockManager, max_request_tokens
 from runnerd_service.engine.messages import AddRequest, Load, RequestOutput
 from runnerd_service.engine.request import RequestState, request_from
 from runnerd_service.engine.scheduler import ScheduledStep, Scheduler
 from runnerd_service.engine.settle import Settler, finish_of
 from runnerd_service.engine.timeline import LaunchMark, Timeline
+from runnerd_service.guided.guide import Vocabulary
 from runnerd_spi import KVMemory, ModelRunner, StepFailed, StepHandle
 
 
@@ -52,6 +54,9 @@ class EngineLimits:
     lora: bool = False
     priority_ageing_seconds: float = 0.0
     """Waiting time that raises a request's priority by one level; 0: it stays what it is."""
+    guided_decoding: bool = False
+    """Whether plans may hold masks."""
+    guide_cache_size: int = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,7 @@ class Engine:
         self._adaptive: AdaptiveDepth | None = None
         if limits.adaptive_depth:
             self._adaptive = AdaptiveDepth(limits.max_in_flight, time.thread_time_ns())
+        self._guides: GuidedRequests | None = None
         self._num_arrivals = 0
         self._ageing_ns = round(limits.priority_ageing_seconds * 1e9)
         self._num_steps = 0
@@ -99,12 +105,18 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` has something to do. False means idle: every counter is zero."""
-        return bool(self._scheduler.has_requests or self._launched or self._scheduler.has_releases or self._immediate)
+        scheduler = self._scheduler
+        has_steps = bool(scheduler.has_requests or self._launched or scheduler.has_releases)
+        return has_steps or bool(self._immediate or self._num_compiling)
 
     @property
     def depth(self) -> int:
         """Steps that may be in flight now."""
         return self._limits.max_in_flight if self._adaptive is None else self._adaptive.depth
+
+    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Take what guides are followed in; guided requests may come after that."""
+        self._guides = GuidedRequests(vocabulary, self._limits.guide_cache_size)
 
     def add(self, message: AddRequest) -> None:
         """Take a request in. One that can never be served gets its failure as output of the next step.
@@ -126,8 +138,10 @@ class Engine:
             self._immediate.append(RequestOutput(request.uid, finish=finish, matched_token_id=matched))
             return
         self._live[request.uid] = request
-        self._scheduler.add(request)
-        self.timeline.note_work(waits=True)
+        if message.guide is None or self._guides is None:
+            self._schedule(request)
+        else:
+            self._guides.start(request, message.guide)
 
     def abort(self, uids: Iterable[int]) -> None:
         """End these requests; nothing more of them is shown. Unknown uids have ended already and are passed over.
@@ -137,7 +151,8 @@ class Engine:
         gone = set(uids)
         for uid in gone:
             request = self._live.pop(uid, None)
-            if request is not None:
+            is_scheduled = self._guides is None or not self._guides.forget(uid)
+            if request is not None and is_scheduled:
                 self._scheduler.finish(request)
         self._immediate = [output for output in self._immediate if output.uid not in gone]
 
@@ -151,18 +166,24 @@ class Engine:
         """
         outputs, self._immediate = self._immediate, []
         self.timeline.enter("schedule")
+        if self._num_compiling:
+            outputs += self._take_compiled()
         step = self._scheduler.schedule()
         if step is None and not self._launched and self._scheduler.has_releases:
             step = self._scheduler.schedule_releases()
         if step is not None:
-            self._launch(step)
+            self._launch(step if self._guides is None else self._guides.masked(step))
             while self._launched and (len(self._launched) >= self.depth or self._launched[0].handle.done()):
                 outputs += self._settle_oldest()
         elif self._launched:
             outputs += self._settle_oldest()
+        elif self._guides is not None and self._num_compiling and not outputs:
+            self._guides.wait()
         for output in outputs:
             if output.finish is not None:
                 self._live.pop(output.uid, None)
+                if self._guides is not None:
+                    self._guides.forget(output.uid)
         self.timeline.note_work(waits=self._scheduler.has_runnable)
         self.timeline.enter("send")
         return outputs
@@ -172,7 +193,7 @@ class Engine:
         scheduler = self._scheduler
         return Load(
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_waiting=scheduler.num_waiting + self._num_compiling,
             num_used_blocks=scheduler.blocks.num_used,
             num_blocks=scheduler.blocks.num_blocks,
             num_steps=self._num_steps,
@@ -218,6 +239,30 @@ class Engine:
         """End the recording; gives JSON of :class:`runnerd_service.engine.trace.Trace`."""
         return self.timeline.stop_trace()
 
+    @property
+    def _num_compiling(self) -> int:
+        return 0 if self._guides is None else self._guides.num_compiling
+
+    def _schedule(self, request: RequestState) -> None:
+        self._scheduler.add(request)
+        self.timeline.note_work(waits=True)
+
+    def _take_compiled(self) -> list[RequestOutput]:
+        assert self._guides is not None
+        ready, ends = self._guides.take_compiled()
+        for request in ready:
+            self._schedule(request)
+        return [_ended(end) for end in ends]
+
+    def _advance_guides(self, step: ScheduledStep) -> list[RequestOutput]:
+        """Advance what a settled step has guided; give the ends of requests that have no next token."""
+        if self._guides is None:
+            return []
+        ends = self._guides.advance(step)
+        for end in ends:
+            self._scheduler.finish(end.request)
+        return [_ended(end) for end in ends]
+
     def _launch(self, step: ScheduledStep) -> None:
         step_id = step.plan.step_id
         mark = self.timeline.mark(step.plan)
@@ -244,7 +289,7 @@ class Engine:
         except Exception as error:
             raise _dead(error) from error
         self._begin_update(launched)
-        return self._settler.settle(launched.step, output)
+        return [*self._settler.settle(launched.step, output), *self._advance_guides(launched.step)]
 
     def _begin_update(self, launched: _Launched) -> None:
         self.timeline.enter("update", launched.step.plan.step_id)
@@ -267,6 +312,8 @@ class Engine:
             return f"token ids from {min(token_ids)} to {max(token_ids)}, expected 0 to {limits.vocab_size - 1}"
         if num_prompt >= limits.max_model_len:
             return f"{num_prompt} prompt tokens leave no room for an output in max_model_len {limits.max_model_len}"
+        if message.guide is not None and (self._guides is None or not limits.guided_decoding):
+            return "a guided request, but this engine knows no vocabulary, or its runner follows no guide"
         if message.adapter_id is not None and not limits.lora:
             return f"adapter {message.adapter_id!r}, but the runner serves no adapters"
         asked = min(num_prompt + message.max_tokens, limits.max_model_len)
@@ -280,6 +327,15 @@ class Engine:
         if len(token_ids) > asked:
             return f"{len(message.output_token_ids)} outputs given, more than max_tokens {message.max_tokens}"
         return ""
+
+
+def _ended(end: GuideEnd) -> RequestOutput:
+    cached = end.request.num_cached_tokens
+    if end.error:
+        return RequestOutput(
+            end.request.uid, finish="failed", num_cached_tokens=cached, error=end.error, field=end.field
+        )
+    return RequestOutput(end.request.uid, finish="guide", num_cached_tokens=cached)
 
 
 def _dead(error: Exception) -> EngineDead:

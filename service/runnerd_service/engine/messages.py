@@ -10,8 +10,11 @@ from typing import Literal
 
 import msgspec
 
-FinishKind = Literal["eos", "stop_token", "length", "failed"]
-"""``eos``, ``stop_token``: see ``matched_token_id``. ``length``: max_tokens or max_model_len. ``failed``: ``error``."""
+from runnerd_service.guided.guide import Vocabulary
+
+FinishKind = Literal["eos", "stop_token", "length", "guide", "failed"]
+"""``eos``, ``stop_token``: see ``matched_token_id``. ``length``: max_tokens or max_model_len. ``guide``: it is
+complete, and EOS cannot say so. ``failed``: ``error``."""
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True):
@@ -34,6 +37,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True, array_like=True)
     num_prompt_logprobs: int | None = None
 
 
+class GuideGrammar(msgspec.Struct, frozen=True, array_like=True):
+    """The form that an output must have, checked."""
+
+    grammar: str
+    """In the notation of :mod:`runnerd_service.guided.notation`."""
+    field: str
+    """Of the client's request, for errors."""
+
+
 class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     """Start a request. The engine answers with outputs that carry ``uid`` until one has ``finish``."""
 
@@ -53,6 +65,8 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add"):
     adapter_id: str | None = None
     output_token_ids: tuple[int, ...] = ()
     """Outputs that a former engine gave already; the request goes on after them."""
+    guide: GuideGrammar | None = None
+    """The engine has been told the vocabulary."""
 
 
 class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
@@ -72,7 +86,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
     """Close the runner and exit."""
 
 
-ToEngine = AddRequest | AbortRequests | Call | Shutdown
+ToEngine = AddRequest | AbortRequests | Vocabulary | Call | Shutdown
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -103,6 +117,8 @@ class RequestOutput(msgspec.Struct, frozen=True, omit_defaults=True, array_like=
     error: str = ""
     began_ns: int = 0
     """When its first step was scheduled, on the clock of ``time.monotonic_ns``; told once, else 0."""
+    field: str = ""
+    """Of the client's request that ``error`` is about; empty: of none."""
 
 
 class BubbleSeconds(msgspec.Struct, frozen=True, array_like=True):

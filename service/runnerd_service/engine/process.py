@@ -37,6 +37,7 @@ from runnerd_service.engine.messages import (
 )
 from runnerd_service.engine.setup import StartedEngine, resolve, start_engine
 from runnerd_service.errors import ConfigurationError
+from runnerd_service.guided.guide import Vocabulary
 from runnerd_spi import RunnerError, load_runner
 
 logger = logging.getLogger(__name__)
@@ -166,13 +167,15 @@ def _run(started: StartedEngine, channel: Channel) -> int:
     return 0
 
 
-def _handle(engine: Engine, channel: Channel, message: AddRequest | AbortRequests | Call) -> None:
+def _handle(engine: Engine, channel: Channel, message: AddRequest | AbortRequests | Vocabulary | Call) -> None:
     match message:
         case AddRequest():
             try:
                 engine.add(message)
             except ValueError:
                 logger.exception("request dropped")
+        case Vocabulary():
+            engine.use_vocabulary(message)
         case AbortRequests():
             engine.abort(message.uids)
         case Call():

@@ -43,6 +43,8 @@ class ResolvedConfig:
     prefix_caching: bool
     chunked_prefill: bool
     lora: bool
+    guided_decoding: bool
+    guide_cache_size: int
     priority_ageing_seconds: float
     warnings: tuple[str, ...]
     """What fell back; to be logged once."""
@@ -95,6 +97,8 @@ def resolve(config: EngineConfig, plugin: RunnerPlugin) -> ResolvedConfig:
         prefix_caching=prefix_caching,
         chunked_prefill=capabilities.chunked_prefill != "no",
         lora=capabilities.lora != "no",
+        guided_decoding=capabilities.guided_decoding != "no" and max_in_flight == 1,
+        guide_cache_size=config.guide_cache_size,
         priority_ageing_seconds=config.priority_ageing_seconds,
         warnings=tuple(warnings),
     )
@@ -139,6 +143,8 @@ def start_engine(resolved: ResolvedConfig, plugin: RunnerPlugin, progress: Progr
         chunked_prefill=resolved.chunked_prefill,
         kv_memory=plugin.capabilities.kv_memory,
         lora=resolved.lora,
+        guided_decoding=resolved.guided_decoding,
+        guide_cache_size=resolved.guide_cache_size,
         priority_ageing_seconds=resolved.priority_ageing_seconds,
     )
     return StartedEngine(Engine(runner, limits), runner, _ready(info, limits))

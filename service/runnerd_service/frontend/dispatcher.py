@@ -15,7 +15,7 @@ from functools import partial
 
 from runnerd_service.engine.client import EngineClient
 from runnerd_service.engine.messages import AddRequest, RequestOutput
-from runnerd_service.errors import PoisonousRequest, RowFailed, RunnerdError
+from runnerd_service.errors import FieldViolation, InvalidRequest, PoisonousRequest, RowFailed, RunnerdError
 from runnerd_service.frontend.ongoing import OngoingOutput, OngoingRequest
 from runnerd_service.frontend.suspects import Suspects, at_work, is_accused
 
@@ -134,7 +134,8 @@ class Dispatcher:
         if client is not self._client:
             return  # it fails its requests; here they go on
         if message.finish == "failed":
-            self._fail(output.owner, RowFailed(message.error))
+            at_fault = FieldViolation(message.field, message.error)
+            self._fail(output.owner, InvalidRequest(at_fault) if message.field else RowFailed(message.error))
             return
         if output.take(message):
             self._note_progress(output)

@@ -10,8 +10,9 @@ from runnerd_service.frontend.types import ChatPrompt, Generation
 _MANY = 4_000
 """Characters or items that take about a millisecond."""
 
-Effort = Literal["small", "large", "foreign"]
-"""``small``: a few milliseconds at most. ``large``: too much for the event loop. ``foreign``: a client's template."""
+Effort = Literal["small", "large", "foreign", "guided"]
+"""``small``: a few milliseconds at most. ``large``: too much for the event loop. ``foreign``: a client's template.
+``guided``: a guide, whose check may wait for that of others."""
 
 
 def effort_of_prompt(prompt: str | Sequence[int] | ChatPrompt) -> Effort:
@@ -28,6 +29,8 @@ def effort_of_prompt(prompt: str | Sequence[int] | ChatPrompt) -> Effort:
 
 def effort_of(g: Generation) -> Effort:
     """Give what it takes to prepare ``g``."""
+    if g.guide is not None:
+        return "guided"
     effort = effort_of_prompt(g.prompt)
     if effort == "small":
         num_items = len(g.logit_bias) + len(g.allowed_token_ids) + len(g.stop_token_ids)

@@ -40,6 +40,7 @@ from runnerd_service.frontend.types import (
     Started,
     Tokenized,
 )
+from runnerd_service.guided.checker import NUM_PROCESSES
 from runnerd_service.metrics import MetricsSnapshot
 from runnerd_service.telemetry.requests import RequestStats, RequestTimes
 
@@ -71,6 +72,7 @@ class Frontend:
         self._live = LiveRequests(config)
         # Few, so that slow templates of clients hold up each other and nobody else.
         self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
+        self._guide_threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="guide")
         self._traces = TraceCapture()
         self.request_stats = RequestStats()
         """How requests went; whoever calls :meth:`generate` tells it of their ends."""
@@ -139,6 +141,8 @@ class Frontend:
             self._states.set("failed")
             await self._engine.close()
             raise
+        if self._model.vocabulary is not None:
+            self._engine.use_vocabulary(self._model.vocabulary)
         if self.state == "loading":
             self._states.set("serving")
             self._on_engine_state(self._engine.state)  # it may have failed before the tokenizer was loaded
@@ -299,6 +303,9 @@ class Frontend:
         self._fail_all(NotReady(_SHUTTING_DOWN))
         await self._engine.close()
         self._template_threads.shutdown(wait=False, cancel_futures=True)
+        self._guide_threads.shutdown(wait=False, cancel_futures=True)
+        if self._model is not None and self._model.guides is not None:
+            self._model.guides.close()
         self._states.close()
 
     def _require_model(self, *, accepts_work: bool) -> LoadedModel:
@@ -318,7 +325,7 @@ class Frontend:
         """Do the work where it holds up nobody: the tokenizer leaves the interpreter to other threads."""
         if effort == "small":
             return work()
-        threads = self._template_threads if effort == "foreign" else None
+        threads = {"foreign": self._template_threads, "guided": self._guide_threads}.get(effort)
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _submit(self, model: LoadedModel, live: LiveRequest, request: PreparedRequest) -> RequestStream:

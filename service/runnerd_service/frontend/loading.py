@@ -15,6 +15,8 @@ from runnerd_service.frontend.preparation import Preparer
 from runnerd_service.frontend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from runnerd_service.frontend.types import ModelDescription
 from runnerd_service.frontend.validation import ServedModel, capability_map
+from runnerd_service.guided.checker import GuideChecker
+from runnerd_service.guided.guide import Vocabulary
 from runnerd_spi import RunnerCapabilities, RunnerError, load_runner
 
 
@@ -27,6 +29,9 @@ class LoadedModel:
     tokenizer: Tokenizer
     renderer: ChatRenderer
     preparer: Preparer
+    vocabulary: Vocabulary | None = None
+    """What guides are followed in; None: none is."""
+    guides: GuideChecker | None = None
 
     def describe(self) -> ModelDescription:
         """Describe it for clients."""
@@ -69,7 +74,13 @@ async def load_model(config: ServerConfig, engine_start: Coroutine[Any, Any, Eng
             task.cancel()
         await asyncio.gather(*unfinished, return_exceptions=True)
     served = _served_model(config, capabilities, ready)
-    return LoadedModel(ready, served, tokenizer, renderer, Preparer(served, tokenizer, renderer))
+    vocabulary = guides = None
+    if capabilities.guided_decoding != "no" and ready.max_in_flight == 1:
+        vocabulary = await asyncio.to_thread(tokenizer.vocabulary, ready.vocab_size)
+    if vocabulary is not None:
+        guides = GuideChecker(vocabulary, config.guide_timeout_seconds, config.engine.guide_cache_size)
+    preparer = Preparer(served, tokenizer, renderer, guides)
+    return LoadedModel(ready, served, tokenizer, renderer, preparer, vocabulary, guides)
 
 
 def _capabilities(runner: str) -> RunnerCapabilities:
@@ -102,4 +113,6 @@ def _served_model(config: ServerConfig, capabilities: RunnerCapabilities, ready:
         max_stop_strings=config.max_stop_strings,
         max_bad_words=config.max_bad_words,
         max_logit_bias=config.max_logit_bias,
+        max_in_flight=ready.max_in_flight,
+        max_guide_bytes=config.max_guide_bytes,
     )

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as Backend
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.detokenizer import Detokenizer, PieceDetokenizer, PieceTable, WindowDetokenizer
 from runnerd_service.frontend.gguf_vocabulary import load_gguf_tokenizer, set_surrounding_tokens
+from runnerd_service.guided.guide import Vocabulary
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE = "▁"
@@ -42,6 +43,7 @@ class ModelTokenizer:
         special_ids.update(token_id for token_id in named_ids if token_id is not None)
         rule = _PieceRule.of(backend)
         self._rule = rule
+        self._special_ids = frozenset(special_ids)
         self._tables = (
             None
             if rule is None
@@ -108,6 +110,13 @@ class ModelTokenizer:
         if self._rule is None:
             return self._backend_decode(False)([token_id])
         return self._rule.piece_bytes(token_id).decode(errors="replace")
+
+    def vocabulary(self, vocab_size: int) -> Vocabulary | None:
+        """Give what each id below ``vocab_size`` adds to a text; None where the decoder looks at several tokens."""
+        if self._rule is None:
+            return None
+        special_ids = tuple(sorted(one for one in self._special_ids if one < vocab_size))
+        return Vocabulary(tuple(map(self._rule.piece_bytes, range(vocab_size))), special_ids)
 
     def stream(self, *, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """Start to decode an output that grows."""

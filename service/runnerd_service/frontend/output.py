@@ -163,6 +163,8 @@ class OutputBuffer:
             return
         if output.finish == "length":
             self._finish_as("length")
+        elif output.finish == "guide":
+            self._finish_as("guide")
         elif output.finish == "eos":
             self._finish_as("stop", eos_token_id=output.matched_token_id)
         else:
@@ -190,7 +192,7 @@ class OutputBuffer:
 
     def _finish_as(
         self,
-        reason: Literal["stop", "length", "time_limit"],
+        reason: Literal["stop", "length", "time_limit", "guide"],
         *,
         eos_token_id: int | None = None,
         stop_token_id: int | None = None,

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
-from runnerd_service.engine.messages import AddRequest, Sampling
-from runnerd_service.errors import InvalidRequest, ModelNotFound
+from runnerd_service.engine.messages import AddRequest, GuideGrammar, Sampling
+from runnerd_service.errors import FieldViolation, InvalidRequest, ModelNotFound
 from runnerd_service.frontend.chat_rendering import ChatRenderer
 from runnerd_service.frontend.stop import StopStrings
 from runnerd_service.frontend.tokenizer import Tokenizer
@@ -25,6 +25,8 @@ from runnerd_service.frontend.validation import (
     check_options,
     check_token_ids,
 )
+from runnerd_service.guided.checker import GuideChecker
+from runnerd_service.guided.guide import Guide, GuideError
 
 _MASK = 2**64 - 1
 
@@ -51,6 +53,7 @@ class PreparedRequest:
     priority: int
     cache_salt: str
     time_limit_seconds: float | None
+    guide: GuideGrammar | None = None
 
     @property
     def seed(self) -> int:
@@ -74,6 +77,7 @@ class PreparedRequest:
             priority=self.priority,
             arrival_ns=arrival_ns,
             cache_salt=self.cache_salt,
+            guide=self.guide,
         )
 
 
@@ -94,12 +98,20 @@ class Preparer:
         served: What requests are checked against.
         tokenizer: The model's.
         renderer: Renders conversations.
+        guides: Checks guides; None: there are none for this model or this configuration.
     """
 
-    def __init__(self, served: ServedModel, tokenizer: Tokenizer, renderer: ChatRenderer) -> None:
+    def __init__(
+        self,
+        served: ServedModel,
+        tokenizer: Tokenizer,
+        renderer: ChatRenderer,
+        guides: GuideChecker | None = None,
+    ) -> None:
         self._served = served
         self._tokenizer = tokenizer
         self._renderer = renderer
+        self._guides = guides
 
     def prepare(self, generation: Generation) -> PreparedRequest:
         """Check ``generation`` and give what the engine needs.
@@ -124,7 +136,23 @@ class Preparer:
         check_choice(request.sampling, ending_ids, self._served.vocab_size, violations)
         if violations.found:
             raise InvalidRequest(*violations.found)
-        return request
+        if generation.guide is None:
+            return request
+        return replace(request, guide=self._checked(generation.guide))
+
+    def _checked(self, guide: Guide) -> GuideGrammar:
+        """Compile a guide that the configuration serves.
+
+        Raises:
+            InvalidRequest: It is wrong or too large, or this model's vocabulary has no bytes to follow it in.
+        """
+        if self._guides is None:
+            text = "this model's tokens have no bytes of their own, so no guide can be followed in them"
+            raise InvalidRequest(FieldViolation(guide.field, text))
+        try:
+            return GuideGrammar(self._guides.check(guide), guide.field)
+        except GuideError as error:
+            raise InvalidRequest(FieldViolation(guide.field + error.place, str(error))) from error
 
     def tokenize(self, prompt: str | ChatPrompt, *, add_special_tokens: bool) -> Tokenized:
         """Give the token ids that :meth:`prepare` would give the engine.

@@ -28,6 +28,7 @@ from runnerd_service.frontend.restarts import (
 )
 from runnerd_service.frontend.totals import at_rest, with_totals
 from runnerd_service.frontend.watchdog import wait_for_hang
+from runnerd_service.guided.guide import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class EngineSupervisor:
         self._on_state = on_state
         # None while there is no engine that could be given requests.
         self._client: EngineClient | None = None
+        self._vocabulary: Vocabulary | None = None
         # The latest that was made: it may be starting, or have failed.
         self._latest = self._new_client()
         self._budget = RestartBudget(config.max_engine_restarts, config.engine_restart_backoff_seconds)
@@ -121,6 +123,11 @@ class EngineSupervisor:
         self._install(self._latest, ready)
         return ready
 
+    def use_vocabulary(self, vocabulary: Vocabulary) -> None:
+        """Let guided requests be followed in it, on this engine and those after it."""
+        self._vocabulary = vocabulary
+        self._latest.use_vocabulary(vocabulary)
+
     def add_accepted(self, owner: OngoingRequest, request: AddRequest, sink: Callable[[RequestOutput], None]) -> None:
         """Give an output to the engine, and to those after it; see :meth:`Dispatcher.add`.
 
@@ -146,7 +153,7 @@ class EngineSupervisor:
         engine = self._config.engine
         if self.ready is not None:  # what was accepted has to fit, however much memory is free this time
             engine = replace(engine, max_model_len=self.ready.max_model_len)
-        client = EngineClient(engine, lambda error: self._on_failure(client, error))
+        client = EngineClient(engine, lambda error: self._on_failure(client, error), self._vocabulary)
         return client
 
     async def _started(self, client: EngineClient, on_progress: Callable[[LoadProgress], None]) -> EngineReady:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.detokenizer import Detokenizer, PieceDetokenizer, PieceTable
+from runnerd_service.guided.guide import Vocabulary
 
 _BYTE_EOS = 256
 _BYTE_CHAT_TEMPLATE = (
@@ -54,6 +55,10 @@ class Tokenizer(Protocol):
         """Give the text of a token alone; an unfinished character shows as U+FFFD."""
         ...
 
+    def vocabulary(self, vocab_size: int) -> Vocabulary | None:
+        """Give what each id below ``vocab_size`` adds to a text; None if that depends on the tokens around it."""
+        ...
+
     def stream(self, *, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """Start to decode an output that grows.
 
@@ -93,6 +98,10 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         """Give the text of a token alone."""
         return _byte_piece(token_id).decode(errors="replace")
+
+    def vocabulary(self, vocab_size: int) -> Vocabulary:
+        """Give the bytes; 256 is a special token."""
+        return Vocabulary(tuple(map(_byte_piece, range(vocab_size))), (_BYTE_EOS,))
 
     def stream(self, *, skip_special_tokens: bool, prompt_token_ids: Sequence[int] = ()) -> Detokenizer:
         """Start to decode an output that grows."""

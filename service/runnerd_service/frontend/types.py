@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runnerd_service.guided.guide import Guide
+
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
@@ -58,8 +60,8 @@ class Generation:
     cumulative: bool = False
     pooling: str | None = None
     """How hidden states become a vector, when one was asked for."""
-    guide: str | None = None
-    """Name of the guide's kind (``json_schema``, ``regex``, ...) when guided decoding was asked for."""
+    guide: Guide | None = None
+    """The form that the output must have."""
     priority: int | None = None
     model: str | None = None
     adapter: str | None = None
@@ -92,7 +94,7 @@ class TokenRecord:
 class Finish:
     """How an output ended."""
 
-    reason: Literal["stop", "length", "time_limit"]
+    reason: Literal["stop", "length", "time_limit", "guide"]
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

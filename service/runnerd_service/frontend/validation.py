@@ -16,6 +16,7 @@ from typing import TypeVar
 from runnerd_service.engine.messages import Sampling
 from runnerd_service.errors import FieldViolation
 from runnerd_service.frontend.types import ChatPrompt, Generation
+from runnerd_service.guided.guide import Guide
 from runnerd_spi import RunnerCapabilities, RunnerError, list_runners, load_runner
 
 MAX_NAME_CHARACTERS = 128
@@ -45,6 +46,9 @@ class ServedModel:
     max_bad_words: int = 1024
     max_logit_bias: int | None = None
     """None: as many as there are token ids."""
+    max_in_flight: int = 1
+    """Steps that may be in flight."""
+    max_guide_bytes: int = 256 * 1024
 
 
 class Violations:
@@ -204,9 +208,25 @@ class _Checker:
         if g.pooling is not None:
             self._violations.add("output.pooling", not_served(self._served.runner, "embeddings"))
         if g.guide is not None:
-            self._violations.add(f"guided_decoding.{g.guide}", not_served(self._served.runner, "guided_decoding"))
+            self._guide(g.guide)
         if g.adapter is not None:
             self._violations.add("adapter", not_served(self._served.runner, "lora"))
+
+    def _guide(self, guide: Guide) -> None:
+        served, size = self._served, guide.num_bytes
+        if served.capabilities.guided_decoding == "no":
+            self._violations.add(guide.field, not_served(served.runner, "guided_decoding"))
+        elif served.max_in_flight > 1:
+            self._violations.add(
+                guide.field,
+                f"the runner {served.runner!r} serves guided_decoding only while steps do not overlap, and here "
+                f"{served.max_in_flight} may be in flight; ask the operator for a server with --async-execution off",
+            )
+        elif size > served.max_guide_bytes:
+            self._violations.add(
+                guide.field,
+                f"got {size} bytes, this server takes at most {served.max_guide_bytes}; use a smaller guide",
+            )
 
     def _unserved(self, field: str, description: str) -> None:
         # A value that is out of range is told as that alone.

@@ -17,6 +17,7 @@ from runnerd.v1 import generation_pb2, inference_pb2
 from runnerd_service.errors import InvalidRequest
 from runnerd_service.frontend.types import ChatPrompt, Generation
 from runnerd_service.frontend.validation import Violations
+from runnerd_service.guided.guide import Guide
 
 _T = TypeVar("_T")
 _Truncation = Literal["none", "left", "right"]
@@ -155,16 +156,17 @@ def _prompt(request: generation_pb2.GenerateRequest, violations: Violations) -> 
     return ""
 
 
-def _guide(request: generation_pb2.GenerateRequest, violations: Violations) -> str | None:
+def _guide(request: generation_pb2.GenerateRequest, violations: Violations) -> Guide | None:
     if not request.HasField("guided_decoding"):
         return None
-    kind = request.guided_decoding.WhichOneof("guide")
+    guided = request.guided_decoding
+    kind = guided.WhichOneof("guide")
     if kind is None:
         violations.add("guided_decoding", "no guide was given; set one kind or leave the field unset")
         return None
-    if kind == "json_object" and not request.guided_decoding.json_object:
-        return None
-    return kind
+    if kind == "json_object":
+        return Guide("json_object") if guided.json_object else None
+    return Guide(kind, tuple(guided.choice.texts) if kind == "choice" else (getattr(guided, kind),))
 
 
 def _chat(chat: generation_pb2.ChatPrompt, violations: Violations) -> ChatPrompt:

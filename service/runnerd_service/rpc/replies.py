@@ -25,6 +25,7 @@ _FINISH_REASONS = {
     "stop": generation_pb2.FINISH_REASON_STOP,
     "length": generation_pb2.FINISH_REASON_LENGTH,
     "time_limit": generation_pb2.FINISH_REASON_TIME_LIMIT,
+    "guide": generation_pb2.FINISH_REASON_GUIDE,
 }
 _SUPPORT = {
     "no": server_pb2.SUPPORT_NO,
