@@ -9,7 +9,7 @@ TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow test-ascend test-go test-java lint protos \
-	bench-serving bench-frontend bench-overlap bench clean
+	bench-serving bench-frontend bench-overlap bench-cpu bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -74,6 +74,9 @@ bench-serving: $(VENV)/.dev ## runnerd through gRPC beside transformers.generate
 
 bench-frontend: $(VENV)/.dev ## what a message and a token cost the front end: JSON and a table
 	$(BIN)/python benchmarks/frontend.py $(ARGS)
+
+bench-cpu: $(VENV)/.dev ## runnerd beside other engines on a plain CPU (ARGS=--install installs them): JSON, table, bars
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
 
 bench-overlap: $(VENV)/.dev ## synchronous beside overlapped steps: idle device, TPOT, host cost: JSON and tables
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
