@@ -172,12 +172,21 @@ def test_after_a_reset_in_mid_prefill_the_next_one_computes_the_prompt_and_nothi
     bench.scheduler.check_integrity()
     held = list(leader.block_ids)
     assert row_sizes(bench.run()) == {0: 8}
-    assert row_sizes(bench.run()) == {0: 2, 1: 6}, "nobody waits for what will not be found"
+    assert row_sizes(bench.run()) == {0: 2, 1: 6}
     assert leader.block_ids == held, "what is in use stays"
     while follower.status is not Status.FINISHED:
         bench.run()
     assert follower.num_cached_tokens == 0
     assert not set(held) & set(bench.blocks.match(leader.block_hash(index, SIZE) for index in range(4)))
+
+
+def test_after_a_reset_nobody_waits_for_what_will_not_be_found() -> None:
+    bench = Bench(budget=64)
+    bench.add(PROMPT)
+    bench.add(PROMPT)
+    assert row_sizes(bench.launch()) == {0: 18}
+    bench.scheduler.reset_prefix_cache()
+    assert row_sizes(bench.launch()) == {0: 1, 1: 18}
 
 
 def test_a_hundred_children_of_a_prompt_compute_it_once() -> None:
