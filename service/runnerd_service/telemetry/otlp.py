@@ -7,6 +7,7 @@ slow or gone holds up no request.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from importlib.metadata import version
 
@@ -23,8 +24,8 @@ from runnerd_service.telemetry.tracing import Attributes, Metadata, phases
 logger = logging.getLogger(__name__)
 
 _CONTEXT_KEYS = ("traceparent", "tracestate")
-_FLUSH_MILLISECONDS = 3_000
-"""What is queued at the end is given so long."""
+_FLUSH_SECONDS = 3.0
+"""What is queued at the end is given so long: the SDK would try for ten times that."""
 
 
 class OpenTelemetryTracer:
@@ -41,7 +42,8 @@ class OpenTelemetryTracer:
         named = Resource.create({SERVICE_NAME: "runnerd", SERVICE_VERSION: version("runnerd")})
         # The environment goes first.
         self._provider = TracerProvider(resource=named.merge(OTELResourceDetector().detect()), shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+        self._exporter = OTLPSpanExporter(endpoint=endpoint)
+        self._provider.add_span_processor(BatchSpanProcessor(self._exporter))
         self._tracer = self._provider.get_tracer("runnerd", version("runnerd"))
         self._propagator = TraceContextTextMapPropagator()
 
@@ -56,9 +58,12 @@ class OpenTelemetryTracer:
 
     def close(self) -> None:
         """Send what is queued, for a bounded time."""
-        if not self._provider.force_flush(_FLUSH_MILLISECONDS):
-            logger.warning("the last traces could not be sent")
-        self._provider.shutdown()
+        closing = threading.Thread(target=self._provider.shutdown, name="traces-close", daemon=True)
+        closing.start()
+        closing.join(_FLUSH_SECONDS)
+        if closing.is_alive():
+            logger.warning("the last traces could not be sent in %g s", _FLUSH_SECONDS)
+            self._exporter.shutdown()  # ends the attempts
 
 
 class OpenTelemetryTrace:
