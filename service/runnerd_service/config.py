@@ -120,6 +120,8 @@ class ServerConfig:
     """Prompt tokens that the waiting requests may have together; None: as many as there are."""
     queue_timeout_seconds: float = 0.0
     """A request that has waited so long for a place gets RESOURCE_EXHAUSTED; 0: it may wait for any time."""
+    deadline_check: bool = True
+    """Whether a request is refused whose deadline passes before it can begin, by how fast others begin."""
     stall_timeout_seconds: float = 300.0
     """A stream whose reader takes nothing for so long is ended; 0: it may stall for any time."""
     drain_seconds: float = 30.0

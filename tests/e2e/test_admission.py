@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from runnerd_client import OverloadedError
+from runnerd_client import DeadlineError, OverloadedError
 
 ENDLESS = {"max_tokens": 3000, "ignore_eos": True}
 
@@ -74,4 +74,39 @@ async def test_prompts_that_wait_are_bounded_by_their_tokens(serve, idle) -> Non
         await ended(running)
         for task in (waiting, fits):
             assert (await task).usage.completion_tokens == 1
+        await idle(live)
+
+
+async def test_a_deadline_that_passes_before_a_request_can_begin_is_refused_at_once(serve, idle) -> None:
+    brief = {"max_tokens": 10, "ignore_eos": True}  # which takes at least a tenth of a second
+    async with serve(engine={"max_num_seqs": 1}, options={"step_seconds": "0.01"}) as live:
+        # While nothing is known of how fast others begin, nobody is refused.
+        with pytest.raises(DeadlineError):
+            await live.client.generate("x", max_tokens=3000, ignore_eos=True, timeout=0.5)
+        waiting = [asyncio.create_task(live.client.generate("x", **brief)) for _ in range(60)]
+        async with asyncio.timeout(60):
+            while sum(task.done() for task in waiting) < 15:  # noqa: ASYNC110 - asked over the wire
+                await asyncio.sleep(0.01)
+        with pytest.raises(OverloadedError, match=r"outputs wait before it.*its deadline is in") as caught:
+            await live.client.generate("x", timeout=1.5, **brief)  # some 45 others take 4.5 s, and half of it at least
+        assert caught.value.retry_after is not None
+        # Who goes before them, who has more time, and who has any time, are not.
+        urgent = live.client.generate("x", timeout=30, priority=-1, **brief)
+        patient = live.client.generate("x", timeout=600, **brief)
+        assert len(await asyncio.gather(urgent, patient, *waiting)) == 62
+        await idle(live)
+
+
+async def test_a_server_may_be_told_to_refuse_no_deadline(serve, idle) -> None:
+    config = {"deadline_check": False, "engine": {"max_num_seqs": 1}}
+    async with serve(options={"step_seconds": "0.01"}, **config) as live:
+        waiting = [asyncio.create_task(live.client.generate("x", max_tokens=10, ignore_eos=True)) for _ in range(60)]
+        async with asyncio.timeout(60):
+            while sum(task.done() for task in waiting) < 15:  # noqa: ASYNC110 - asked over the wire
+                await asyncio.sleep(0.01)
+        with pytest.raises(DeadlineError):
+            await live.client.generate("x", timeout=0.5, max_tokens=3000, ignore_eos=True)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
         await idle(live)

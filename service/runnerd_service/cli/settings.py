@@ -163,6 +163,12 @@ SETTINGS: tuple[Setting, ...] = (
         "queue_timeout_seconds",
     ),
     Setting(
+        "deadline-check",
+        "server",
+        boolean,
+        "refuse a request at once whose deadline passes before it can begin, by how fast those that wait begin",
+    ),
+    Setting(
         "stall-timeout",
         "server",
         seconds,

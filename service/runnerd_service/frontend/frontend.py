@@ -159,7 +159,7 @@ class Frontend:
             ModelNotFound: It names another model.
             DuplicateRequest: Its id is that of a live request.
             NotReady: The model loads, the server drains, or the engine is being restarted.
-            Overloaded: Too many requests wait, or it has waited for too long.
+            Overloaded: Too many requests wait, it has waited for too long, or its deadline passes before it can begin.
             RequestAborted: :meth:`abort` ended it.
             RowFailed: The runner could not compute it.
             PoisonousRequest: The engine died of it again and again.
@@ -176,6 +176,9 @@ class Frontend:
         timers: list[asyncio.TimerHandle] = []
         try:
             request = await self._run(effort_of(generation), lambda: model.preparer.prepare(generation))
+            if self._config.deadline_check and generation.deadline_seconds is not None:
+                left = arrival + generation.deadline_seconds - loop.time()
+                self._live.check_deadline(generation.tenant, request.priority, left)
             stream = self._submit(model, live, request)
             if request.time_limit_seconds is not None:
                 timers.append(loop.call_at(arrival + request.time_limit_seconds, stream.end_by_time))
@@ -355,7 +358,7 @@ class Frontend:
         assert stream is not None  # it is submitted
 
         def sink(output: RequestOutput) -> None:
-            self._live.heard(live, uid, output)
+            self._live.heard(live, uid, output, self._engine.num_waiting)
             meter.note(len(output.token_ids), output.began_ns, output.num_cached_tokens)
             if output.finish is not None:
                 self._live.close_outputs((uid,))

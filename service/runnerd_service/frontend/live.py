@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.messages import RequestOutput
 from runnerd_service.errors import DuplicateRequest, Overloaded, RunnerdError
+from runnerd_service.frontend.begin_rate import BeginRate
 from runnerd_service.frontend.occupancy import Limits, Occupancy
 from runnerd_service.frontend.stream import RequestStream
 from runnerd_service.frontend.tenants import Tenants
 from runnerd_service.metrics import TenantFigures
 from runnerd_service.telemetry.requests import RequestTimes
+
+_MIN_RETRY_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -61,6 +66,11 @@ class LiveRequests:
         self._tenants = Tenants(config.tenant)
         self._by_id: dict[tuple[str, str], LiveRequest] = {}
         """By tenant and request id."""
+        self._num_silent: Counter[int] = Counter()
+        """Outputs that the engine was given and that gave nothing yet, by priority."""
+        self._priorities: dict[int, int] = {}
+        """Of each of those."""
+        self._rate = BeginRate()
         self._uids = itertools.count(1)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -125,14 +135,22 @@ class LiveRequests:
 
     def start_output(self, uid: int, priority: int, num_tokens: int, start: Callable[[], None]) -> None:
         """Call ``start`` when the output's tenant has room for it in the engine; see :meth:`Tenants.start`."""
-        self._tenants.start(uid, priority, num_tokens, start)
 
-    def heard(self, live: LiveRequest, uid: int, output: RequestOutput) -> None:
-        """Note that the engine gave something for ``uid``."""
+        def begin() -> None:
+            self._priorities[uid] = priority
+            self._num_silent[priority] += 1
+            start()
+
+        self._tenants.start(uid, priority, num_tokens, begin)
+
+    def heard(self, live: LiveRequest, uid: int, output: RequestOutput, reported_waiting: int) -> None:
+        """Note that the engine gave something for ``uid``, and counts ``reported_waiting`` outputs that wait."""
         live.num_generation_tokens += len(output.token_ids)
         if self._all.is_silent(uid):
             self._all.heard(uid)
             self._tenants.heard(uid)
+            self._forget_priority(uid)
+            self._rate.note(time.monotonic(), others_wait=reported_waiting > 0)
 
     def has_begun(self, live: LiveRequest) -> bool:
         """Whether the engine gave something for an output of ``live``."""
@@ -141,8 +159,38 @@ class LiveRequests:
     def close_outputs(self, uids: Iterable[int]) -> None:
         """Note that the engine does not work on these any more; some may be closed already."""
         for uid in uids:
+            self._forget_priority(uid)
             self._all.close(uid)
             self._tenants.close(uid)
+
+    def check_deadline(self, tenant: str, priority: int, seconds: float) -> None:
+        """Check that a request can begin in time, by how fast those that wait have begun lately.
+
+        Args:
+            tenant: Whose it is.
+            priority: Those with a greater one go after it.
+            seconds: In which it is to begin.
+
+        Raises:
+            Overloaded: It would come too late even if others now began twice as fast.
+        """
+        num_ahead = sum(number for other, number in self._num_silent.items() if other <= priority)
+        wait = self._rate.least_wait_seconds(num_ahead, time.monotonic())
+        if wait and wait > seconds:
+            self._tenants.note_refused(tenant)
+            raise Overloaded(
+                f"{num_ahead} outputs wait before it, so it would begin in {wait:.1f} s at the earliest, and its "
+                f"deadline is in {seconds:.1f} s; try later, elsewhere, or with a later deadline",
+                subject="deadline",
+                retry_after_seconds=max(wait - seconds, _MIN_RETRY_SECONDS),
+            )
+
+    def _forget_priority(self, uid: int) -> None:
+        priority = self._priorities.pop(uid, None)
+        if priority is not None:
+            self._num_silent[priority] -= 1
+            if not self._num_silent[priority]:
+                del self._num_silent[priority]
 
     def check_room(self, tenant: str, num_new: int, reported_waiting: int, num_prompt_tokens: int = 0) -> None:
         """Check that ``num_new`` more outputs may be given to the engine.

@@ -84,6 +84,11 @@ class EngineSupervisor:
         return client.load if self._load_before is None else with_totals(client.load, self._load_before)
 
     @property
+    def num_waiting(self) -> int:
+        """Outputs that wait for a place in the present engine, as it last told."""
+        return 0 if self._client is None else self._client.load.num_waiting
+
+    @property
     def num_poisonous(self) -> int:
         """Requests that were found to kill engines."""
         return self._dispatcher.num_poisonous

@@ -68,6 +68,8 @@ class Generation:
     cache_salt: str | None = None
     tenant: str = ""
     """On whose behalf; empty for nobody's in particular. Not of the request: who calls is known by other means."""
+    deadline_seconds: float | None = None
+    """Until the caller waits no more; None: it waits for any time. Of the call, not of the request."""
 
 
 @dataclass(frozen=True, slots=True)

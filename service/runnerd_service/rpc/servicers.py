@@ -54,7 +54,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> inference_pb2.GenerateResponse:
         """Gather all events and answer once."""
-        generation = replace(await _generation(request), cumulative=False)
+        generation = replace(await _generation(request, context), cumulative=False)
         collector = replies.Collector()
         async with aclosing(self._events(generation, "Generate", context)) as events:
             async for event in events:
@@ -65,7 +65,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self, request: generation_pb2.GenerateRequest, context: _Context
     ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
         """Send a message per event."""
-        async with aclosing(self._events(await _generation(request), "StreamGenerate", context)) as events:
+        async with aclosing(self._events(await _generation(request, context), "StreamGenerate", context)) as events:
             async for event in events:
                 yield replies.stream_message(event)
 
@@ -112,9 +112,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             record.close(context.time_remaining())
 
 
-async def _generation(request: generation_pb2.GenerateRequest) -> Generation:
-    """Give the generation that is asked for, with the tenant of whoever asks."""
-    return replace(await _converted(convert.to_generation, request), tenant=CALLER.get().tenant)
+async def _generation(request: generation_pb2.GenerateRequest, context: _Context) -> Generation:
+    """Give the generation that is asked for, with what the call says beside it."""
+    generation = await _converted(convert.to_generation, request)
+    return replace(generation, tenant=CALLER.get().tenant, deadline_seconds=context.time_remaining())
 
 
 async def _converted(convert_request: Callable[[_Request], _Result], request: _Request) -> _Result:
