@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-ascend test-go test-java lint protos \
+.PHONY: help demo test test-slow soak test-ascend test-go test-java lint protos \
 	bench-serving bench-frontend bench-overlap bench-cpu bench clean
 
 help: ## show the targets
@@ -35,6 +35,9 @@ test: $(VENV)/.dev ## install and run the tests
 
 test-slow: $(VENV)/.dev ## the long property tests and soaks
 	$(BIN)/python -m pytest -m slow --timeout=1800
+
+soak: $(VENV)/.dev ## 20 minutes of users who misbehave and 100 kills of the engine: JSON and tables (ARGS="--seconds 120 --kills 10")
+	$(BIN)/python benchmarks/soak.py $(ARGS)
 
 # torch_npu has a virtual environment of its own: where it is installed, "import torch" loads it and fails without CANN.
 $(ASCEND_VENV)/.ready: pyproject.toml

@@ -143,9 +143,10 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(lines)
 
 
-def save(name: str, result: dict[str, Any]) -> Path:
-    """Write a result beside earlier ones and give its path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+def save(name: str, result: dict[str, Any], folder: Path | None = None) -> Path:
+    """Write a result beside earlier ones, or to ``folder``, and give its path."""
+    folder = folder or RESULTS
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     path.write_text(json.dumps(result, indent=1) + "\n")
     return path
