@@ -1,0 +1,69 @@
+"""The log as JSON: every line of a daemon's standard error is an object, its engine's lines included."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import datetime
+
+import pytest
+
+from runnerd_client import Client, InternalError
+from runnerd_service.telemetry.logs import JsonFormatter, with_fields
+
+CANARY = "a prompt that nobody may see"
+
+
+def test_every_line_is_an_object_and_a_request_has_its_figures(daemon) -> None:
+    server = daemon("--log-format", "json", "--log-level", "debug", "--runner-option", "fail_row_token=FAIL")
+    with Client(server.wait_until_ready()) as client:
+        client.generate(CANARY, request_id="mine\nyours", max_tokens=3, ignore_eos=True)
+        with pytest.raises(InternalError):
+            client.generate("FAIL", max_tokens=3)
+    server.terminate()
+    assert server.wait() == 0
+    lines = [json.loads(line) for line in server.log().splitlines()]
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in lines)
+    assert all(datetime.fromisoformat(line["time"]).utcoffset() is not None for line in lines)
+    told, failed = (line for line in lines if "outcome" in line)
+    assert failed["outcome"] == "row_failed"  # the reason that its caller got
+    assert told["request_id"] == r"mine\nyours"
+    figures = {name: told[name] for name in ("outcome", "prompt_tokens", "cached_tokens", "output_tokens")}
+    assert figures == {
+        "outcome": "finished",
+        "prompt_tokens": len(CANARY),
+        "cached_tokens": 0,
+        "output_tokens": 3,
+    }
+    assert 0 < told["seconds_to_first_token"] <= told["seconds"]
+    assert not {"tenant", "trace_id"} & set(told)
+    assert CANARY not in server.log()
+
+
+def record(message: str, *arguments: object, **more: object) -> logging.LogRecord:
+    made = logging.LogRecord("a.logger", logging.WARNING, __file__, 1, message, arguments, None)
+    vars(made).update(more)
+    return made
+
+
+def test_fields_stand_beside_the_message_and_replace_nothing() -> None:
+    line = JsonFormatter().format(record("%d of\n%d", 1, 2, **with_fields(request_id="x", level="y", none=None)))
+    assert "\n" not in line
+    told = json.loads(line)
+    assert told.pop("time").endswith("+00:00")
+    assert told == {"level": "warning", "logger": "a.logger", "message": "1 of\n2", "request_id": "x"}
+
+
+def test_an_exception_is_a_field_of_its_own() -> None:
+    with pytest.raises(ValueError, match="abc") as caught:
+        int("abc")
+    error = caught.value
+    line = JsonFormatter().format(record("failed", exc_info=(type(error), error, error.__traceback__)))
+    assert "\n" not in line
+    assert json.loads(line)["exception"].startswith("Traceback (most recent call last):\n")
+
+
+def test_what_json_does_not_know_is_told_as_text() -> None:
+    assert json.loads(JsonFormatter().format(record("x", **with_fields(path=CANARY.encode()))))["path"] == repr(
+        CANARY.encode()
+    )
