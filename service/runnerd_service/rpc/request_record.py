@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from runnerd_service.frontend.types import ChatPrompt, Event, Generation, OutputChunk, Started
 from runnerd_service.frontend.validation import MAX_NAME_CHARACTERS
-from runnerd_service.rpc.status import reason_of
+from runnerd_service.rpc.status import REASONS, reason_of
 from runnerd_service.telemetry.logs import with_fields
 from runnerd_service.telemetry.requests import RequestStats, RequestTimes
 from runnerd_service.telemetry.tracing import Metadata, RequestTracer
@@ -18,6 +18,8 @@ FINISHED = "finished"
 CANCELLED = "cancelled"
 DEADLINE_EXCEEDED = "deadline_exceeded"
 """How a request ends that meets no error; the others are the reasons of :mod:`runnerd_service.rpc.status`."""
+OUTCOMES = (FINISHED, CANCELLED, DEADLINE_EXCEEDED, *(reason.lower() for reason in REASONS))
+FINISH_REASONS = ("stop", "length", "time_limit")
 
 _PROVIDER = "runnerd"
 _REQUEST_ATTRIBUTES = (

@@ -21,7 +21,7 @@ from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.frontend.types import Event, Generation
 from runnerd_service.rpc import convert, replies
 from runnerd_service.rpc.access import CALLER
-from runnerd_service.rpc.request_record import Observers, RequestRecord
+from runnerd_service.rpc.request_record import FINISH_REASONS, OUTCOMES, Observers, RequestRecord
 from runnerd_service.rpc.runners import describe_runners
 from runnerd_service.telemetry.tracing import RequestTracer
 from runnerd_spi import SPI_VERSION
@@ -49,6 +49,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     def __init__(self, frontend: Frontend, tracer: RequestTracer) -> None:
         self._frontend = frontend
         self._observers = Observers(frontend.request_stats, tracer)
+        frontend.request_stats.expect(OUTCOMES, FINISH_REASONS)
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: _Context
@@ -114,8 +115,12 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
 async def _generation(request: generation_pb2.GenerateRequest, context: _Context) -> Generation:
     """Give the generation that is asked for, with what the call says beside it."""
-    generation = await _converted(convert.to_generation, request)
-    return replace(generation, tenant=CALLER.get().tenant, deadline_seconds=context.time_remaining())
+    generation, caller = await _converted(convert.to_generation, request), CALLER.get()
+    least = caller.min_priority
+    if least is not None and (generation.priority or 0) < least:
+        got = "nothing, which is 0" if generation.priority is None else str(generation.priority)
+        raise InvalidRequest(FieldViolation("priority", f"got {got}, this server takes {least} or more from its users"))
+    return replace(generation, tenant=caller.tenant, deadline_seconds=context.time_remaining())
 
 
 async def _converted(convert_request: Callable[[_Request], _Result], request: _Request) -> _Result:

@@ -108,9 +108,14 @@ TABLE: Mapping[type[RunnerdError], StatusMapping] = {
 }
 
 
+_UNKNOWN = "UNKNOWN"
+REASONS = (*(mapping.reason for mapping in TABLE.values()), _UNKNOWN)
+"""All reasons that ErrorInfo may have."""
+
+
 def reason_of(error: Exception) -> str:
     """Give the reason of ErrorInfo that tells a client of ``error``."""
-    return _mapping(error).reason if isinstance(error, RunnerdError) else "UNKNOWN"
+    return _mapping(error).reason if isinstance(error, RunnerdError) else _UNKNOWN
 
 
 def is_internal(error: Exception) -> bool:
@@ -125,7 +130,7 @@ def to_status(error: Exception, error_id: str = "") -> grpc.Status:
         error: What ended the call.
         error_id: Under which the log tells of it; of those that are internal.
     """
-    info = error_details_pb2.ErrorInfo(domain=DOMAIN, reason="UNKNOWN")
+    info = error_details_pb2.ErrorInfo(domain=DOMAIN, reason=_UNKNOWN)
     if error_id:
         info.metadata["error_id"] = error_id
     if not isinstance(error, RunnerdError):

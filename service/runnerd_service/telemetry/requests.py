@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from runnerd_service.telemetry.histogram import Histogram, HistogramSnapshot, decades
@@ -116,6 +116,11 @@ class RequestStats:
         self._sizes = {name: Histogram(_COUNTS) for name in SIZES}
         self._outcomes: Counter[str] = Counter()
         self._finish_reasons: Counter[str] = Counter()
+
+    def expect(self, outcomes: Iterable[str], finish_reasons: Iterable[str]) -> None:
+        """Name what may come, so that it is told as 0 before: what appears with a 1 is no increase to Prometheus."""
+        self._outcomes.update(dict.fromkeys(outcomes, 0))
+        self._finish_reasons.update(dict.fromkeys(finish_reasons, 0))
 
     def meter(self, times: RequestTimes) -> OutputMeter:
         """Give what notes the tokens of one more output of a request."""
