@@ -57,6 +57,8 @@ class SecurityConfig:
     """TOML file of bearer tokens; None: none is asked for."""
     tenant_metadata: str | None = None
     """Metadata key that names the tenant, where the token does not."""
+    min_priority: int | None = None
+    """Least value of a request's priority, of callers that are no administrators; None: any. Lower ones run first."""
     share_prefixes: bool = False
     """Whether tenants share cached prefixes; times and ``cached_tokens`` then tell each what others sent."""
     reflection: bool = True
@@ -103,6 +105,8 @@ class ServerConfig:
     """None: the model's own name."""
     chat_template: str | None = None
     """Path of a Jinja file to use instead of the model's template."""
+    request_templates: bool = True
+    """Whether a request may bring a template of its own."""
     max_n: int = 64
     max_logprobs: int = 20
     max_stop_strings: int = 16

@@ -5,8 +5,9 @@ from __future__ import annotations
 import grpc
 import pytest
 
-from runnerd_client import InvalidRequestError, OverloadedError
+from runnerd_client import InvalidRequestError, OverloadedError, chat
 from runnerd_client.aio import AsyncClient
+from runnerd_service.config import SecurityConfig
 
 LIMITS = {
     "max_n": 2,
@@ -43,6 +44,22 @@ async def test_each_limit_is_kept_and_named(serve, idle) -> None:
                 await live.client.generate("x", max_tokens=1, **beyond)
             assert [one.field for one in caught.value.violations] == [field]
         await idle(live)
+
+
+async def test_templates_of_requests_and_urgent_priorities_can_be_refused(serve) -> None:
+    security = SecurityConfig(min_priority=5)
+    async with serve(request_templates=False, security=security) as live:
+        prompt = chat({"role": "user", "content": "x"})
+        assert (await live.client.generate(prompt, max_tokens=1, priority=5)).outputs
+        for priority, got in ((4, "got 4"), (None, "got nothing, which is 0")):
+            with pytest.raises(InvalidRequestError, match=got) as caught:
+                await live.client.generate(prompt, priority=priority)
+            assert [one.field for one in caught.value.violations] == ["priority"]
+        prompt.chat_template = "x"
+        for refused in (live.client.generate(prompt, priority=5), live.client.tokenize(prompt)):
+            with pytest.raises(InvalidRequestError) as caught:
+                await refused
+            assert [one.field for one in caught.value.violations] == ["chat.chat_template"]
 
 
 async def test_metadata_beyond_the_limit_is_refused_by_grpc(serve) -> None:

@@ -236,7 +236,7 @@ tokens = [
 async def test_a_tenant_is_what_the_token_says_and_cannot_be_claimed(serve, tmp_path, idle) -> None:
     path = tmp_path / "tokens.toml"
     path.write_text(TOKENS)
-    security = SecurityConfig(auth_tokens=str(path), tenant_metadata="x-tenant")
+    security = SecurityConfig(auth_tokens=str(path), tenant_metadata="x-tenant", min_priority=0)
 
     def client(name: str, tenant: str | None = None) -> AsyncClient:
         named = {} if tenant is None else {"x-tenant": tenant}
@@ -253,11 +253,14 @@ async def test_a_tenant_is_what_the_token_says_and_cannot_be_claimed(serve, tmp_
                 await finished(running)
             running = b.stream("x", request_id="theirs", **LONG)
             await begun(running)
+            with pytest.raises(InvalidRequestError, match="takes 0 or more from its users"):
+                await a.generate("x", priority=-1)
             async with client("root") as root:
+                assert (await root.generate("x", max_tokens=1, priority=-1)).outputs
                 assert await root.abort("theirs")
             with pytest.raises(RequestCancelledError):
                 await finished(running)
-            assert {"a", "other"} >= set(live.frontend.metrics().tenants)
+            assert set(live.frontend.metrics().tenants) == {"other", "root"}
         for wrong in ("a b", "", "x" * 65, "(others)"):
             async with client("any", tenant=wrong) as gateway:
                 with pytest.raises(InvalidRequestError) as caught:

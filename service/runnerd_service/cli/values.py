@@ -45,6 +45,17 @@ def count(least: int, most: int | None = None) -> Callable[[str], int]:
     return parse
 
 
+def integer(value: str) -> int:
+    """Take a whole number of 32 bits."""
+    try:
+        parsed = int(value)
+    except ValueError:
+        parsed = 2**31
+    if not -(2**31) <= parsed < 2**31:
+        raise ValueError("a whole number of 32 bits")
+    return parsed
+
+
 def seconds(value: str) -> float:
     """Take a number of seconds, 0 or more."""
     parsed = _number(value)

@@ -112,6 +112,7 @@ def _served_model(config: ServerConfig, capabilities: RunnerCapabilities, ready:
         max_logprobs=min(config.max_logprobs, capabilities.max_logprobs),
         max_stop_strings=config.max_stop_strings,
         max_bad_words=config.max_bad_words,
+        request_templates=config.request_templates,
         max_logit_bias=config.max_logit_bias,
         max_in_flight=ready.max_in_flight,
         max_guide_bytes=config.max_guide_bytes,

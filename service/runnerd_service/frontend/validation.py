@@ -44,6 +44,7 @@ class ServedModel:
     """The smaller of the server's and the runner's limit."""
     max_stop_strings: int
     max_bad_words: int = 1024
+    request_templates: bool = True
     max_logit_bias: int | None = None
     """None: as many as there are token ids."""
     max_in_flight: int = 1
@@ -260,6 +261,8 @@ def check_conversation(chat: ChatPrompt, served: ServedModel, violations: Violat
         most = f"the model takes at most {served.max_model_len} tokens; leave old messages out"
         violations.add("chat.messages", f"got {len(chat.messages)} messages, {most}")
         return
+    if chat.chat_template is not None and not served.request_templates:
+        violations.add("chat.chat_template", "this server takes no templates from requests; leave it out")
     for index, message in enumerate(chat.messages):
         if not message.get("role"):
             violations.add(f"chat.messages[{index}].role", "is empty, expected such as user, assistant or system")

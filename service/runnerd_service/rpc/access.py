@@ -59,6 +59,8 @@ class Caller:
     tenant: str = ""
     """Whose limits count; empty for none."""
     is_admin: bool = True
+    min_priority: int | None = None
+    """Least value that it may ask for; None: any."""
 
 
 CALLER: ContextVar[Caller] = ContextVar("caller", default=Caller())  # noqa: B039 - it is frozen
@@ -113,14 +115,17 @@ class Access:
         metadata = context.invocation_metadata() or ()
         if token is not None:
             tenant = self._metadata_tenant(metadata) if token.tenant == ANY_TENANT else token.tenant
-            return Caller(token.name, tenant, token.role == "admin")
+            return self._caller(token.name, tenant, is_admin=token.role == "admin")
         if self._config.tls_client_ca is None or context.peer().startswith(_TLS_OF_UNIX):
             # Nobody is asked, or it is the owner of the server: no one else can open its socket.
-            return Caller(tenant=self._metadata_tenant(metadata))
+            return Caller(tenant=self._metadata_tenant(metadata), min_priority=self._config.min_priority)
         name = _certificate_name(context.auth_context())
         is_admin = name in self._config.tls_admins
         self._check_role(method, name, is_admin=is_admin)
-        return Caller(name, self._metadata_tenant(metadata) or name, is_admin)
+        return self._caller(name, self._metadata_tenant(metadata) or name, is_admin=is_admin)
+
+    def _caller(self, name: str, tenant: str, *, is_admin: bool) -> Caller:
+        return Caller(name, tenant, is_admin, None if is_admin else self._config.min_priority)
 
     def _check_role(self, method: str, name: str, *, is_admin: bool) -> None:
         if not is_admin and method not in FOR_USERS:
