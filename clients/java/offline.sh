@@ -3,8 +3,7 @@
 #   ./offline.sh build                                        into target/offline, or $RUNNERD_JAVA_TARGET
 #   ./offline.sh run dev.runnerd.examples.StreamExample ...   an example, once it is built
 #   ./offline.sh test                                         the contract tests, once they are built
-# Debian: openjdk-17-jdk-headless libgrpc-java libgoogle-common-protos-java libgoogle-gson-java libguava-java
-#   libjsr305-java libgeronimo-annotation-1.3-spec-java libnetty-java libperfmark-java libprotobuf-java junit4
+# README.md has Debian's packages.
 set -eu
 here=$(realpath "$(dirname "$0")")
 target=${RUNNERD_JAVA_TARGET:-$here/target/offline}
@@ -12,7 +11,7 @@ classpath=$target/classes
 for jar in grpc-api grpc-context grpc-core grpc-netty grpc-protobuf grpc-protobuf-lite grpc-stub protobuf \
   proto-google-common-protos guava gson jsr305 geronimo-annotation-1.3-spec perfmark-api perfmark-impl netty-buffer \
   netty-codec netty-codec-http netty-codec-http2 netty-common netty-handler netty-resolver netty-transport \
-  netty-transport-native-unix-common junit4 hamcrest; do
+  netty-transport-native-unix-common netty-tcnative junit4 hamcrest; do
   classpath=$classpath:/usr/share/java/$jar.jar
 done
 action=$1
@@ -22,12 +21,15 @@ build)
   rm -rf "$target"
   mkdir -p "$target/stubs" "$target/classes"
   sh "$here/generate.sh" "$target/stubs"
+  # TLS: Debian's netty offers HTTP/2 over it only with OpenSSL, and expects the library under another name than Debian's.
+  mkdir "$target/native"
+  cp /usr/lib/*/jni/libnetty-tcnative.so "$target/native/libnetty_tcnative.so"
   find "$target/stubs" "$here/src" -name '*.java' > "$target/sources"
   # -proc:none: no annotation processor is looked for in the jars
   javac -encoding UTF-8 --release 17 -proc:none -nowarn -cp "$classpath" -d "$target/classes" "@$target/sources"
   ;;
-run) exec java -cp "$classpath" "$@" ;;
-test) exec java -cp "$classpath" dev.runnerd.client.ContractRun ;;
+run) exec java "-Djava.library.path=$target/native" -cp "$classpath" "$@" ;;
+test) exec java "-Djava.library.path=$target/native" -cp "$classpath" dev.runnerd.client.ContractRun ;;
 *)
   echo "offline.sh: build, run CLASS or test, not $action" >&2
   exit 2

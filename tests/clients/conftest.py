@@ -23,7 +23,12 @@ _DEBIAN_GO = Path("/usr/share/gocode/src/google.golang.org")
 _DEBIAN_JARS = Path("/usr/share/java")
 _NEEDED = {
     "go": ("go", _DEBIAN_GO / "grpc", _DEBIAN_GO.parent / "github.com/golang/protobuf"),
-    "java": ("javac", "protoc", "grpc_java_plugin", _DEBIAN_JARS / "grpc-netty.jar", _DEBIAN_JARS / "junit4.jar"),
+    "java": (
+        "javac",
+        "protoc",
+        "grpc_java_plugin",
+        *(_DEBIAN_JARS / f"{name}.jar" for name in ("grpc-netty", "netty-tcnative", "junit4")),
+    ),
 }
 
 
@@ -45,6 +50,7 @@ class Daemons:
             if found := re.search(r"serving \S+ on (\S+)", line):
                 self._processes[found[1]] = process
                 return found[1]
+        process.stdout.close()
         raise AssertionError(f"exit code {process.wait(WAIT_SECONDS)}:\n{log_path.read_text()}")
 
     def kill(self, address: str) -> None:
@@ -185,11 +191,31 @@ def _build_java(folder: Path) -> NativeClient:
     )
 
 
-@pytest.fixture(scope="session", params=["go", "java"])
+def _build_node(folder: Path) -> NativeClient:
+    """Build in a copy: two processes of the tests may do so at once."""
+    project = folder / "clients" / "node"
+    skipped = shutil.ignore_patterns("node_modules", "dist", "generated", "*_pb2*", "__pycache__")
+    shutil.copytree(CLIENTS / "node", project, ignore=skipped)
+    shutil.copytree(CLIENTS.parent / "protos", folder / "protos", ignore=skipped)
+    (project / "node_modules").symlink_to(CLIENTS / "node" / "node_modules")
+    _run(project / "generate.sh", environment={})
+    _run(project / "node_modules" / ".bin" / "tsc", "--project", project, environment={})
+    built = project / "dist"
+    return NativeClient(
+        "node",
+        ("node", f"--test-reporter={built / 'test' / 'reporter.js'}", built / "test" / "contract.js"),
+        {
+            topic: ("node", built / "examples" / f"{topic}.js")
+            for topic in ("stream", "chat", "cancel", "deadline", "errors", "health")
+        },
+    )
+
+
+@pytest.fixture(scope="session", params=["go", "java", "node"])
 def native_client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> NativeClient:
-    """The Go client and the Java client, where Debian's packages for it are installed."""
+    """The Go, the Java and the Node client, where what each needs is installed."""
     for needed in _NEEDED[request.param]:
         if not (shutil.which(needed) if isinstance(needed, str) else needed.exists()):
-            pytest.skip(f"no {needed} here; clients/{request.param}/README.md has the packages")
-    build = {"go": _build_go, "java": _build_java}[request.param]
+            pytest.skip(f"no {needed} here; clients/{request.param}/README.md says what to install")
+    build = {"go": _build_go, "java": _build_java, "node": _build_node}[request.param]
     return build(tmp_path_factory.mktemp(request.param))

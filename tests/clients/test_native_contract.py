@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import trustme
 
 # The client is built within the first test's time.
 pytestmark = pytest.mark.timeout(900)
@@ -22,7 +25,18 @@ def skipped(outcomes: dict[str, str]) -> set[str]:
     return {name for name, outcome in outcomes.items() if outcome == "SKIP"}
 
 
-def test_clients_get_what_the_server_promises(native_client, daemons) -> None:
+def server_certificate(folder: Path) -> tuple[Path, list[str]]:
+    """Give the file of an authority, and the flags of a server whose certificate it has signed."""
+    authority, certificate, key = (folder / name for name in ("authority.pem", "certificate.pem", "key.pem"))
+    signs = trustme.CA()
+    signs.cert_pem.write_to_path(authority)
+    signed = signs.issue_cert("127.0.0.1")
+    signed.cert_chain_pems[0].write_to_path(certificate)
+    signed.private_key_pem.write_to_path(key)
+    return authority, ["--tls-cert", str(certificate), "--tls-key", str(key)]
+
+
+def test_clients_get_what_the_server_promises(native_client, daemons, tmp_path) -> None:
     sim = ("--runner", "sim", "--log-level", "warning")
     restarted = daemons.start(*sim, "--runner-option", "step_seconds=0.001")
 
@@ -30,6 +44,7 @@ def test_clients_get_what_the_server_promises(native_client, daemons) -> None:
         daemons.kill(restarted)
         assert daemons.start(*sim, port=int(restarted.rpartition(":")[2])) == restarted
 
+    authority, tls = server_certificate(tmp_path)
     small = ("--max-num-seqs", "1", "--max-waiting", "1", "--runner-option", "step_seconds=0.005")
     environment = {
         "RUNNERD_ADDRESS": daemons.start(*sim, "--runner-option", "step_seconds=0.001"),
@@ -37,9 +52,11 @@ def test_clients_get_what_the_server_promises(native_client, daemons) -> None:
         "RUNNERD_SCRIPT": SCRIPT,
         "RUNNERD_SMALL_ADDRESS": daemons.start(*sim, *small),
         "RUNNERD_RESTARTED_ADDRESS": restarted,
+        "RUNNERD_TLS_ADDRESS": daemons.start(*sim, *tls),
+        "RUNNERD_TLS_CA": str(authority),
     }
     outcomes = native_client.test(environment, restart)
-    assert skipped(outcomes) == {"pingseverytensecondsareaccepted", "tls"}
+    assert skipped(outcomes) == {"pingseverytensecondsareaccepted"}
 
 
 @pytest.mark.slow
