@@ -74,7 +74,7 @@ def load_model(
     Raises:
         ModelLoadError: The model cannot be read or served; the message says why and what to do.
     """
-    path = find_checkpoint(config.model)
+    path = find_checkpoint(config.model, allow_pickle=bool(config.options.get("allow_pickle", False)))
     transformers_logging.set_verbosity_error()
     register_attention()
     with _reading(path, progress):
@@ -149,8 +149,12 @@ def _num_bytes(network: transformers.PreTrainedModel) -> int:
     return sum(one.numel() * one.element_size() for one in (*network.parameters(), *network.buffers()))
 
 
-def find_checkpoint(model: str | None) -> Path:
+def find_checkpoint(model: str | None, *, allow_pickle: bool = False) -> Path:
     """Give the path of a model that looks readable.
+
+    Args:
+        model: As the operator named it.
+        allow_pickle: Take a directory whose weights are a pickle.
 
     Raises:
         ModelLoadError: There is none at ``model``.
@@ -169,8 +173,11 @@ def find_checkpoint(model: str | None) -> Path:
         raise ModelLoadError(f"{model}: has no config.json; {_WHAT_IS_A_MODEL}")
     if not any(path.glob("*.safetensors")):
         pickles = sorted(one.name for pattern in ("*.bin", "*.pt", "*.pth") for one in path.glob(pattern))
+        if allow_pickle and "pytorch_model" in "".join(pickles):
+            return path
         found = (
-            f"its weights are a pickle ({pickles[0]}), which can run code when read; convert it to safetensors"
+            f"its weights are a pickle ({pickles[0]}), which can run code when read; convert it to safetensors, or "
+            "set the runner option allow_pickle=true if you trust it"
             if pickles
             else f"has no *.safetensors; {_WHAT_IS_A_MODEL}"
         )
@@ -188,7 +195,7 @@ def _read_weights(
     more = (
         {"quantization_config": transformers.GgufConfig(dequantize=True)}
         if path.is_file()
-        else {"use_safetensors": True}
+        else {"use_safetensors": any(path.glob("*.safetensors")), "weights_only": True}
     )
     network, notes = transformers.AutoModelForCausalLM.from_pretrained(
         **_source(path, config),

@@ -16,6 +16,9 @@ from runnerd_spi import (
 from runnerd_torch.ascend.environment import hide_unusable_torch_npu
 
 MAX_LOGPROBS = 20
+ALLOW_PICKLE = RunnerOption(
+    "allow_pickle", bool, False, "read weights that are a pickle (pytorch_model.bin), by PyTorch's restricted reader"
+)
 
 _CPU_CAPABILITIES = RunnerCapabilities(
     max_in_flight=4,
@@ -65,6 +68,7 @@ CPU = RunnerPlugin(
         RunnerOption("attention", str, "auto", "paged attention kernel: auto, torch or native (compiled C++)"),
         RunnerOption("linear", str, "auto", "matrix products of fused models: auto, torch or native (compiled C++)"),
         RunnerOption("model_impl", str, "auto", "model code: auto, transformers or fused (Llama-like models only)"),
+        ALLOW_PICKLE,
     ),
     check=_check_cpu,
 )

@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 from runnerd_spi import InvalidOption, ModelLoadError, RunnerConfig
@@ -96,6 +97,29 @@ def test_a_pickle_checkpoint(copy):
     message = refusal(copy)
     assert "pytorch_model.bin" in message
     assert "convert it to safetensors" in message
+    assert "allow_pickle" in message
+
+
+def test_a_pickle_checkpoint_is_read_when_that_is_asked_for(copy):
+    expected = load(copy)
+    torch.save(safetensors.torch.load_file(copy / "model.safetensors"), copy / "pytorch_model.bin")
+    (copy / "model.safetensors").unlink()
+    assert load(copy, options={"allow_pickle": True}) == expected
+
+
+class Malicious:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_that_would_run_code_runs_none_even_when_pickles_are_allowed(copy, tmp_path):
+    (copy / "model.safetensors").unlink()
+    torch.save({"a": Malicious(tmp_path / "run")}, copy / "pytorch_model.bin")
+    assert "cannot read the weights" in refusal(copy, options={"allow_pickle": True})
+    assert not (tmp_path / "run").exists()
 
 
 def test_truncated_weights(copy):

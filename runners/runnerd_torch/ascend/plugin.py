@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runnerd_spi import ModelRunner, RunnerCapabilities, RunnerConfig, RunnerOption, RunnerPlugin, check_config
 from runnerd_torch.ascend.environment import check_environment
-from runnerd_torch.plugin import MAX_LOGPROBS
+from runnerd_torch.plugin import ALLOW_PICKLE, MAX_LOGPROBS
 
 _CAPABILITIES = RunnerCapabilities(
     max_in_flight=4,
@@ -44,6 +44,7 @@ ASCEND = RunnerPlugin(
         RunnerOption("device_index", int, 0, "which of the visible NPUs"),
         RunnerOption("attention", str, "auto", "paged attention: auto, fused (CANN's kernel) or torch"),
         RunnerOption("model_impl", str, "auto", "model code: auto, transformers or fused (Llama-like models only)"),
+        ALLOW_PICKLE,
         RunnerOption("max_graph_batch", int, 256, "largest batch of decodes that runs as a captured graph"),
         RunnerOption(
             "fused_top_k_top_p",

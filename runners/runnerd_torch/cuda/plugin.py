@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from runnerd_spi import ModelRunner, RunnerCapabilities, RunnerConfig, RunnerOption, RunnerPlugin, RunnerUnavailable
-from runnerd_torch.plugin import MAX_LOGPROBS
+from runnerd_torch.plugin import ALLOW_PICKLE, MAX_LOGPROBS
 
 _CAPABILITIES = RunnerCapabilities(
     max_in_flight=4,
@@ -84,6 +84,7 @@ CUDA = RunnerPlugin(
     options=(
         RunnerOption("device_index", int, 0, "which of the visible GPUs"),
         RunnerOption("model_impl", str, "auto", "model code: auto, transformers or fused (Llama-like models only)"),
+        ALLOW_PICKLE,
     ),
     check=check_installation,
 )
