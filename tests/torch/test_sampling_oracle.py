@@ -220,12 +220,15 @@ def test_bad_words_are_those_of_generate(drivers, request_type, oracle) -> None:
     assert request.token_ids != free
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(
-    "asked",
-    [{}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.7}],
-    ids=lambda one: str(one),
-)
+# Each parameter at one depth, and plain draws at every depth; `-m slow` has the others.
+DRAWS = [
+    pytest.param(asked, depth, id=f"{asked}-{depth}", marks=() if depth == 2 or not asked else pytest.mark.slow)
+    for asked in ({}, {"temperature": 0.5}, {"top_k": 4}, {"top_p": 0.8}, {"min_p": 0.1}, {"typical_p": 0.7})
+    for depth in (1, 2, 3, 4)
+]
+
+
+@pytest.mark.parametrize(("asked", "depth"), DRAWS)
 def test_first_and_second_tokens_follow_the_exact_probabilities(
     asked, depth, make_checkpoint, open_runner, request_type
 ) -> None:
