@@ -142,6 +142,19 @@ def test_a_file_is_read_when_it_changes_and_at_no_other_time(tmp_path) -> None:
         value.get()
 
 
+def test_a_link_that_is_set_to_another_file_is_followed(tmp_path) -> None:
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    link, path = tmp_path / "current", tmp_path / "current" / "file"
+    link.symlink_to("first")
+    value = Reloading("the file", [path], path.read_text, look_seconds=0)
+    assert value.get() == "first"
+    (tmp_path / "next").symlink_to("second")  # as Kubernetes exchanges a secret
+    (tmp_path / "next").rename(link)
+    assert value.get() == "second"
+
+
 SAFE = SecurityConfig(tls_cert="a", tls_key="b", auth_tokens="c")
 
 
