@@ -134,6 +134,7 @@ async def test_an_id_can_be_used_again_at_once_after_its_abort(slow, idle) -> No
     await idle(slow)
 
 
+# G4
 async def test_waiting_requests_can_be_aborted_before_they_run(serve, idle, eventually) -> None:
     async with serve(engine={"max_num_seqs": 1}, options={"step_seconds": "0.02"}) as live:
         running = live.client.stream("x", **LONG)

@@ -33,6 +33,7 @@ async def read(call) -> int:
         return (await call.read()).status
 
 
+# G35
 async def test_health_follows_the_state_from_loading_to_draining(serve, health) -> None:
     async with (
         serve(load=False, options={"load_seconds": "0.5"}) as live,

@@ -11,6 +11,7 @@ from runnerd.v1 import server_pb2, server_pb2_grpc
 
 
 @pytest.mark.slow
+# G31
 async def test_a_client_that_pings_every_ten_seconds_is_not_sent_away(serve) -> None:
     options = (
         ("grpc.keepalive_time_ms", 10_000),

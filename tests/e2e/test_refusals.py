@@ -161,6 +161,7 @@ async def test_bytes_that_are_no_message_end_with_a_status(live) -> None:
     assert (await live.client.generate("x", max_tokens=1)).outputs
 
 
+# G36
 async def test_a_message_over_the_limit_says_which_limit(serve) -> None:
     async with serve(max_message_bytes=2000) as live:
         assert (await live.client.server_info()).max_message_bytes == 2000
