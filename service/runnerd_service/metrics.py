@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from runnerd_service.telemetry.histogram import HistogramSnapshot
 from runnerd_service.telemetry.requests import LATENCIES, SIZES
+from runnerd_service.telemetry.web import Answer, Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +111,18 @@ class SnapshotCollector(Collector):
         yield from _tenant_metrics(now.tenants)
 
 
-def metrics_app(read: Callable[[], MetricsSnapshot]) -> Any:
-    """Give the WSGI application that answers scrapes.
+def metrics_route(read: Callable[[], MetricsSnapshot]) -> Route:
+    """Give what answers scrapes.
+
+    It answers in the classic text format, whatever is asked for: all scrapers read it, and in the other one the library
+    turns the colon of a name into an underscore.
 
     Args:
         read: Gives the present snapshot; called from other threads.
     """
     registry = CollectorRegistry()
     registry.register(SnapshotCollector(read))
-    return make_wsgi_app(registry)
+    return lambda: Answer(generate_latest(registry), "text/plain; version=0.0.4; charset=utf-8")
 
 
 def _vllm_metrics(now: MetricsSnapshot, model_name: str) -> Iterator[Metric]:

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from runnerd_service.engine.messages import BubbleSeconds, EngineReady, HostSeconds, Load, StepTimes
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.sight import metrics_snapshot
-from runnerd_service.metrics import MetricsSnapshot, metrics_app
+from runnerd_service.metrics import MetricsSnapshot, metrics_route
 from runnerd_service.telemetry.histogram import Histogram, decades
 from runnerd_service.telemetry.requests import LATENCIES, SIZES, RequestStats, RequestTimes
 from runnerd_service.telemetry.web import WebServer
@@ -72,7 +72,7 @@ def snapshot_of(load: Load, ready: EngineReady | None, requests: RequestStats | 
 
 
 def serving(read: Callable[[], MetricsSnapshot], port: int = 0, host: str = "127.0.0.1") -> WebServer:
-    return WebServer(host, port, metrics_app(read), {})
+    return WebServer(host, port, {"/metrics": metrics_route(read)})
 
 
 def scraped(snapshot: MetricsSnapshot) -> Samples:
@@ -139,6 +139,23 @@ def test_each_scrape_reads_the_present_figures() -> None:
     with closing(serving(lambda: snapshot_of(loads.pop(0), READY))) as server:
         assert scrape(f"{server.url}/metrics")["runnerd_steps_total", ""] == 1
         assert scrape(f"{server.url}/metrics")["runnerd_steps_total", ""] == 2
+
+
+@pytest.mark.parametrize(
+    "accepted",
+    [
+        "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3",
+        "text/plain",
+    ],
+)
+def test_names_keep_their_colon_whatever_format_a_scraper_prefers(accepted: str) -> None:
+    with closing(serving(lambda: snapshot_of(LOAD, READY))) as server:
+        request = urllib.request.Request(f"{server.url}/metrics", headers={"Accept": accepted})
+        with urllib.request.urlopen(request, timeout=10) as answer:
+            assert answer.headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
+            text = answer.read().decode()
+    assert 'vllm:num_requests_running{engine="0",model_name="m"} 3.0' in text.splitlines()
 
 
 def test_a_port_in_use_is_a_configuration_error() -> None:

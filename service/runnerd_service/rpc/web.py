@@ -14,7 +14,7 @@ from importlib.metadata import version
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.frontend.frontend import Frontend
-from runnerd_service.metrics import metrics_app
+from runnerd_service.metrics import metrics_route
 from runnerd_service.telemetry.status import StatusData, status_page
 from runnerd_service.telemetry.web import Answer, Route, WebServer
 
@@ -36,7 +36,7 @@ async def web_server(config: ServerConfig, frontend: Frontend) -> AsyncIterator[
         return
     routes = _routes(config, frontend, asyncio.get_running_loop())
     # A thread: the host's name may have to be looked up.
-    server = await asyncio.to_thread(WebServer, config.host, config.metrics_port, metrics_app(frontend.metrics), routes)
+    server = await asyncio.to_thread(WebServer, config.host, config.metrics_port, routes)
     logger.info("metrics on %s/metrics", server.url)
     if config.status_page:
         logger.info("status page on %s/", server.url)
@@ -47,12 +47,13 @@ async def web_server(config: ServerConfig, frontend: Frontend) -> AsyncIterator[
 
 
 def _routes(config: ServerConfig, frontend: Frontend, loop: asyncio.AbstractEventLoop) -> Mapping[str, Route]:
-    probes: dict[str, Route] = {
+    routes: dict[str, Route] = {
+        "/metrics": metrics_route(frontend.metrics),
         "/livez": lambda: _probe(_turns(loop), "the event loop turns", "the event loop stands still"),
         "/readyz": lambda: _probe(frontend.state == "serving", "serving", frontend.state),
     }
     if not config.status_page:
-        return probes
+        return routes
     started = time.monotonic()
 
     def figures() -> Mapping[str, object]:
@@ -65,7 +66,7 @@ def _routes(config: ServerConfig, frontend: Frontend, loop: asyncio.AbstractEven
             **asdict(frontend.metrics()),
         }
 
-    return {"/": status_page, "/status.json": StatusData(figures, frontend.recent_steps, loop).answer, **probes}
+    return {"/": status_page, "/status.json": StatusData(figures, frontend.recent_steps, loop).answer, **routes}
 
 
 def _probe(good: bool, yes: str, no: str) -> Answer:

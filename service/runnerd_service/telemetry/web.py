@@ -17,7 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from runnerd_service.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from _typeshed.wsgi import StartResponse, WSGIApplication, WSGIEnvironment
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
 _IDLE_SECONDS = 10.0
 """A connection that sends no request for so long is closed."""
@@ -42,16 +42,14 @@ class WebServer:
     Args:
         host: Address to listen on.
         port: TCP port; 0 takes a free one.
-        metrics: The application behind ``/metrics``.
-        routes: All other answers, by path.
+        routes: Give the answers, by path.
 
     Raises:
         ConfigurationError: It cannot listen there.
     """
 
-    def __init__(self, host: str, port: int, metrics: WSGIApplication, routes: Mapping[str, Route]) -> None:
+    def __init__(self, host: str, port: int, routes: Mapping[str, Route]) -> None:
         self._host = host.strip("[]")
-        self._metrics = metrics
         self._routes = routes
         try:
             address = socket.getaddrinfo(self._host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
@@ -86,12 +84,10 @@ class WebServer:
         path = environment.get("PATH_INFO", "/")
         if environment["REQUEST_METHOD"] not in ("GET", "HEAD"):
             answer = Answer(b"only GET is served\n", status=HTTPStatus.METHOD_NOT_ALLOWED, headers={"Allow": "GET"})
-        elif path == "/metrics":
-            return self._metrics(environment, start)
         elif path in self._routes:
             answer = self._routes[path]()
         else:
-            known = ", ".join(sorted({"/metrics", *self._routes}))
+            known = ", ".join(sorted(self._routes))
             answer = Answer(f"there is {known}\n".encode(), status=HTTPStatus.NOT_FOUND)
         headers = {
             "Content-Type": answer.content_type,

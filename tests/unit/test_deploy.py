@@ -1,0 +1,186 @@
+"""The files in deploy/ against the real command: every flag and setting is accepted, and the times add up."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from runnerd.v1 import inference_pb2
+from runnerd_service.cli import exit_codes
+from runnerd_service.cli.main import build_parser
+from runnerd_service.cli.serve import _flags
+from runnerd_service.cli.settings import Settings, load_settings
+from runnerd_service.config import ServerConfig
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+UNIT = DEPLOY / "systemd" / "runnerd.service"
+ACCELERATOR = DEPLOY / "systemd" / "accelerator.conf"
+TOML = DEPLOY / "systemd" / "runnerd.toml"
+KUBERNETES = DEPLOY / "kubernetes" / "runnerd.yaml"
+CONTAINERFILE = DEPLOY / "Containerfile"
+MARGIN_SECONDS = 10
+"""What a server takes to end after its drain, and more."""
+
+
+def settings_of(arguments: list[str]) -> Settings:
+    """Give what ``runnerd ARGUMENTS`` would serve; fails where it would end with a usage error."""
+    parsed = build_parser().parse_args(arguments)
+    return load_settings(flags=_flags(vars(parsed)), runner_options={}, environment={}, file=parsed.config)
+
+
+def objects() -> dict[str, Any]:
+    return {one["kind"]: one for one in yaml.safe_load_all(KUBERNETES.read_text())}
+
+
+@pytest.fixture(scope="module")
+def pod() -> dict[str, Any]:
+    return objects()["Deployment"]["spec"]["template"]["spec"]
+
+
+def unit_settings() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name, value in re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE):
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def test_the_pod_s_arguments_are_accepted_and_meet_its_ports_and_probes(pod) -> None:
+    (container,) = pod["containers"]
+    settings = settings_of(container["args"])
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"grpc": settings.config.port, "metrics": settings.config.metrics_port}
+    assert settings.config.host == "0.0.0.0"
+    readiness, liveness = container["readinessProbe"], container["livenessProbe"]
+    assert readiness["grpc"]["port"] == settings.config.port
+    services = [one.full_name for one in inference_pb2.DESCRIPTOR.services_by_name.values()]
+    assert readiness["grpc"]["service"] in services
+    assert (liveness["httpGet"]["port"], liveness["httpGet"]["path"]) == ("metrics", "/livez")
+    assert not pod["enableServiceLinks"]  # or RUNNERD_PORT would be tcp://…, which is no port
+
+
+def test_the_pod_is_given_time_to_drain(pod) -> None:
+    (container,) = pod["containers"]
+    command = container["lifecycle"]["preStop"]["exec"]["command"]
+    drain_seconds = settings_of(container["args"]).config.drain_seconds
+    assert command[0] == "sleep"
+    assert pod["terminationGracePeriodSeconds"] >= int(command[1]) + drain_seconds + MARGIN_SECONDS
+
+
+def test_the_pod_has_no_more_rights_than_it_needs(pod) -> None:
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"]
+    assert container["securityContext"]["readOnlyRootFilesystem"]
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_service_and_budget_select_the_pods() -> None:
+    found = objects()
+    assert set(found) == {"Deployment", "Service", "PodDisruptionBudget"}
+    deployment, service = found["Deployment"], found["Service"]
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    selectors = (
+        deployment["spec"]["selector"]["matchLabels"],
+        service["spec"]["selector"],
+        found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+    )
+    assert all(selector.items() <= labels.items() for selector in selectors)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert {port["targetPort"] for port in service["spec"]["ports"]} <= {port["name"] for port in container["ports"]}
+
+
+def test_the_unit_s_command_and_its_file_are_accepted(tmp_path: Path) -> None:
+    (command,) = unit_settings()["ExecStart"]
+    program, *arguments = command.replace("/etc/runnerd/runnerd.toml", str(TOML)).split()
+    assert Path(program).name == "runnerd"
+    settings = settings_of(arguments)
+    assert settings.log_format == "json"
+    assert settings.config.metrics_port
+
+
+def test_the_unit_is_given_time_to_drain() -> None:
+    drain_seconds = settings_of(["serve", "--config", str(TOML)]).config.drain_seconds
+    (timeout,) = unit_settings()["TimeoutStopSec"]
+    assert int(timeout) >= drain_seconds + MARGIN_SECONDS
+
+
+def test_the_unit_knows_the_exit_codes_and_signals_the_server_alone() -> None:
+    unit = unit_settings()
+    assert unit["RestartPreventExitStatus"] == [str(exit_codes.CONFIGURATION)]
+    assert unit["SuccessExitStatus"] == [str(exit_codes.INTERRUPTED)]
+    assert (unit["Type"], unit["KillMode"], unit["OOMPolicy"]) == (["notify"], ["mixed"], ["continue"])
+
+
+def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("needs systemd-analyze")
+    program = shutil.which("runnerd", path=str(Path(sys.executable).parent))
+    assert program is not None
+    (tmp_path / "runnerd.service").write_text(UNIT.read_text().replace("/opt/runnerd/bin/runnerd", program))
+    for drop_in in ((), ("accelerator.conf",)):
+        for name in drop_in:
+            (tmp_path / "runnerd.service.d").mkdir()
+            shutil.copy(ACCELERATOR, tmp_path / "runnerd.service.d" / name)
+        ended = subprocess.run(
+            [analyze, "verify", "--man=no", str(tmp_path / "runnerd.service")],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert (ended.returncode, ended.stderr.strip()) == (0, "")
+
+
+def test_the_image_starts_with_a_command_that_is_accepted() -> None:
+    text = CONTAINERFILE.read_text()
+    entrypoint, command = (
+        re.findall(r'"([^"]*)"', re.search(rf"^{word} \[(.*)\]$", text, re.MULTILINE)[1])
+        for word in ("ENTRYPOINT", "CMD")
+    )
+    assert entrypoint == ["runnerd"]
+    config = settings_of(command).config
+    exposed = re.search(r"^EXPOSE (.*)$", text, re.MULTILINE)[1].split()
+    assert exposed == [str(config.port), str(config.metrics_port)]
+    user = re.search(r"^USER (\d+):(\d+)$", text, re.MULTILINE)
+    assert user is not None
+    pod = objects()["Deployment"]["spec"]["template"]["spec"]["securityContext"]
+    assert (int(user[1]), int(user[2])) == (pod["runAsUser"], pod["runAsGroup"])
+
+
+def test_the_image_copies_what_the_wheel_is_built_of() -> None:
+    root = DEPLOY.parent
+    copied = [
+        one
+        for line in re.findall(r"^COPY (?!--)(.*)$", CONTAINERFILE.read_text(), re.MULTILINE)
+        for one in line.split()[:-1]
+    ]
+    assert all((root / one).exists() for one in copied)
+    packages = re.search(r"targets.wheel\]\npackages = \[(.*?)\]", (root / "pyproject.toml").read_text(), re.DOTALL)[1]
+    for package in re.findall(r'"([^"]+)"', packages):
+        assert any(package.startswith(f"{one}/") for one in copied), package
+    assert {"pyproject.toml", "README.md", "LICENSE"} <= set(copied)
+
+
+@pytest.mark.parametrize("page", ["deploy.md", "operations.md", "observability.md"])
+def test_flags_that_the_docs_name_exist(page: str) -> None:
+    text = (DEPLOY.parent / "docs" / page).read_text()
+    shown = subprocess.run(
+        [sys.executable, "-m", "runnerd_service", "serve", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout
+    others = {"--pid", "--user", "--check", "--build-arg", "--seconds", "--now", "--rm"}  # of other commands
+    for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - others:
+        assert flag in shown, f"{flag} in {page}"
+    assert ServerConfig().port == 50051
