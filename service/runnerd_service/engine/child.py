@@ -14,6 +14,7 @@ from collections.abc import Callable
 import msgspec
 
 from runnerd_service.engine.launch import Launch
+from runnerd_service.engine.output import read_lines
 
 _NUM_TAIL_LINES = 50
 _LEVELS = {"DEBUG": 10, "INFO": 20, "WARNING": 30, "ERROR": 40, "CRITICAL": 50}
@@ -88,8 +89,7 @@ class EngineChild:
     def _forward_lines(self) -> None:
         assert self._process.stdout is not None
         with self._process.stdout as stream:
-            for data in stream:
-                line = data.decode(errors="replace").rstrip()
+            for line in read_lines(stream):
                 self._tail.append(line)
                 # What has no level comes from a library or is a traceback.
                 level, _, rest = line.partition(" ")
