@@ -167,7 +167,9 @@ class GenerateRequest(google.protobuf.message.Message):
     text: builtins.str
     """Plain text, tokenized by the server. At least one token after tokenization."""
     priority: builtins.int
-    """Scheduling priority; lower values run first, equal ones in order of arrival. Range: int32. Default: 0."""
+    """Scheduling priority; lower values run first, equal ones in order of arrival. Waiting raises it (see the server's
+    --priority-ageing). Range: int32. Default: 0.
+    """
     model: builtins.str
     """Name of the model, as GetModelInfo gives it; refused (NOT_FOUND) when it is another. Default: the served model."""
     adapter: builtins.str
