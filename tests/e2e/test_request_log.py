@@ -7,7 +7,11 @@ import re
 
 import pytest
 
-from runnerd_client import InvalidRequestError
+from runnerd_client import DeadlineError, InvalidRequestError, RequestCancelledError
+from runnerd_service.frontend.types import Generation
+from runnerd_service.rpc.request_record import Observers, RequestRecord
+from runnerd_service.telemetry.requests import RequestStats
+from runnerd_service.telemetry.tracing import NoTracer
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -45,3 +49,40 @@ async def test_the_tokens_of_a_stream_that_was_left_are_counted(slow, idle, capl
     found = re.search(r"cancelled: 1 prompt tokens, (\d+) output tokens", line)
     assert found is not None
     assert int(found[1]) >= 20
+
+
+async def test_how_requests_ended_is_counted(slow, idle) -> None:
+    def outcomes() -> dict[str, int]:
+        return dict(slow.frontend.request_stats.outcomes())
+
+    before = outcomes()
+    assert "overloaded" in before  # what has not come is told as 0, so that its first time is an increase
+    await slow.client.generate("x", max_tokens=2, ignore_eos=True)
+    with pytest.raises(InvalidRequestError):
+        await slow.client.generate("x", top_p=7.0)
+    with pytest.raises(DeadlineError):
+        await slow.client.generate("x", max_tokens=5000, ignore_eos=True, timeout=0.5)
+    async with slow.client.stream("x", max_tokens=5000, ignore_eos=True) as stream:
+        await anext(stream)
+    async with slow.client.stream("x", request_id="mine", max_tokens=5000, ignore_eos=True) as stream:
+        await anext(stream)
+        await slow.client.abort("mine")
+        with pytest.raises(RequestCancelledError):
+            async for _ in stream:
+                pass
+    await idle(slow)
+    ended = {name: count - before[name] for name, count in outcomes().items() if count != before[name]}
+    # Which of the two a deadline is depends on whose clock ends the call, by how much.
+    assert ended.pop("cancelled") + ended.pop("deadline_exceeded", 0) == 2
+    assert ended == {"finished": 1, "invalid_request": 1, "request_aborted": 1}
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "outcome"),
+    [(None, "cancelled"), (5.0, "cancelled"), (0.0, "deadline_exceeded"), (0.05, "deadline_exceeded")],
+)
+async def test_a_call_that_ends_at_its_deadline_was_not_cancelled(seconds_left: float | None, outcome: str) -> None:
+    stats = RequestStats()
+    record = RequestRecord(Generation("x"), "Generate", (), Observers(stats, NoTracer()), None)
+    record.close(seconds_left)
+    assert stats.outcomes() == {outcome: 1}

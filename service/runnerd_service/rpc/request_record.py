@@ -21,6 +21,8 @@ DEADLINE_EXCEEDED = "deadline_exceeded"
 OUTCOMES = (FINISHED, CANCELLED, DEADLINE_EXCEEDED, *(reason.lower() for reason in REASONS))
 FINISH_REASONS = ("stop", "length", "time_limit")
 
+_SLACK_SECONDS = 0.1
+"""The caller's own clock ends a call first, by as long as the call took to get here."""
 _PROVIDER = "runnerd"
 _REQUEST_ATTRIBUTES = (
     ("gen_ai.request.temperature", "temperature"),
@@ -94,7 +96,7 @@ class RequestRecord:
         Args:
             seconds_left: Until the call's deadline; None without one.
         """
-        if self.outcome == CANCELLED and seconds_left is not None and seconds_left <= 0:
+        if self.outcome == CANCELLED and seconds_left is not None and seconds_left <= _SLACK_SECONDS:
             self.outcome = DEADLINE_EXCEEDED
         self._stats.ended(self.times, self.outcome)
         self._log()
