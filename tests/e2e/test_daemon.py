@@ -180,6 +180,13 @@ def test_what_cannot_be_served_is_refused_in_a_line_with_exit_code_2(runnerd, ar
     assert result.stdout == ""
 
 
+def test_what_the_runner_does_not_allow_is_refused_before_anybody_can_connect(runnerd) -> None:
+    result = runnerd("serve", "--port", "0", "--runner", "sim", "--block-size", "7")
+    assert result.returncode == 2
+    assert "--block-size is 7" in result.stderr
+    assert "listening" not in result.stderr
+
+
 def test_the_largest_message_size_that_is_taken_can_be_served(daemon) -> None:
     with Client(daemon("--max-message-bytes", "1GiB").wait_until_ready()) as client:
         assert client.server_info().max_message_bytes == 2**30

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from runnerd_spi.testing import IsolatedKit, Job, Unusable, broken_text
@@ -29,6 +31,21 @@ def test_a_runner_that_ends_the_process_is_reported_with_its_last_words() -> Non
 def test_what_a_runner_prints_is_not_taken_for_a_result() -> None:
     with IsolatedKit(Job("mutants:CHATTERS")) as kit:
         assert [kit.check(BY_ID[one]).status for one in ("L1", "E2", "E3")] == ["holds"] * 3
+
+
+def test_a_module_is_looked_for_where_python_looks_before_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, error in (("first", "the one on the path"), ("here", "the one in the working directory")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "twice.py").write_text(f"raise ImportError({error!r})")
+    (tmp_path / "here/only_here.py").write_text("raise ImportError('it is found')")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(str(tmp_path / "first"))
+    with IsolatedKit(Job("twice:PLUGIN")) as kit, pytest.raises(Unusable, match="the one on the path"):
+        kit.check(BY_ID["L1"])
+    with IsolatedKit(Job("only_here:PLUGIN")) as kit, pytest.raises(Unusable, match="it is found"):
+        kit.check(BY_ID["L1"])
 
 
 @pytest.mark.parametrize(

@@ -135,10 +135,9 @@ class IsolatedKit:
         reading, writing = os.pipe()
         self._answers, self._pending = reading, b""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `close`
-        # The paths of this process are those of the test that asks, which may not be installed.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(_paths(self._job.target))}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "runnerd_spi.testing.worker", str(writing)],
+            [sys.executable, "-P", "-m", "runnerd_spi.testing.worker", str(writing)],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -217,3 +216,13 @@ class IsolatedKit:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(size - _TAIL_BYTES, 0))
         return "\n".join(self._log.read().decode(errors="replace").splitlines()[-_TAIL_LINES:])
+
+
+def _paths(target: str) -> list[str]:
+    """Give where the process looks for modules: where this one does, which may be a test that is not installed.
+
+    A module that is named, not installed, may also lie in the working directory; but there only if nowhere else.
+    """
+    here = os.getcwd()
+    paths = [path or here for path in sys.path]
+    return [*paths, here] if ":" in target and here not in paths else paths

@@ -9,7 +9,8 @@ from typing import Any
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.messages import EngineReady
-from runnerd_service.errors import ConfigurationError
+from runnerd_service.engine.setup import resolve
+from runnerd_service.errors import ConfigurationError, EngineStartFailed
 from runnerd_service.frontend.chat_rendering import ChatRenderer
 from runnerd_service.frontend.preparation import Preparer
 from runnerd_service.frontend.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -49,6 +50,19 @@ class LoadedModel:
             max_logprobs=self.served.max_logprobs,
             max_n=self.served.max_n,
         )
+
+
+def check_configuration(config: ServerConfig) -> None:
+    """Refuse what the runner's capabilities do not allow, before anything is started.
+
+    Raises:
+        ConfigurationError: The configuration cannot be served.
+        EngineStartFailed: There is no such runner, or it cannot be imported.
+    """
+    try:
+        resolve(config.engine, load_runner(config.engine.runner))
+    except RunnerError as error:
+        raise EngineStartFailed(type(error).__name__, str(error)) from error
 
 
 async def load_model(config: ServerConfig, engine_start: Coroutine[Any, Any, EngineReady]) -> LoadedModel:

@@ -13,6 +13,7 @@ from typing import Any
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import EngineFailed
 from runnerd_service.frontend.frontend import Frontend
+from runnerd_service.frontend.loading import check_configuration
 from runnerd_service.rpc.server import RpcServer
 from runnerd_service.rpc.web import web_server
 from runnerd_service.telemetry.tracing import open_tracer
@@ -77,6 +78,7 @@ async def serve(config: ServerConfig, hooks: Hooks, signals: Signals) -> bool:
         EngineStartFailed: The engine failed while it started.
         EngineFailed: It failed later, and was restarted in vain as often as it may be.
     """
+    check_configuration(config)
     frontend = Frontend(config)
     tracer = open_tracer(config.otlp_traces_endpoint)
     server = RpcServer(config, frontend, tracer)
