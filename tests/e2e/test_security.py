@@ -46,6 +46,7 @@ role = "admin"
 """
 FOR_ADMINISTRATORS = frozenset(
     {
+        "/runnerd.v1.ServerService/ListRunners",
         "/runnerd.v1.ServerService/CaptureTrace",
         "/runnerd.v1.ServerService/ResetPrefixCache",
     }
@@ -243,7 +244,7 @@ async def test_roles_say_who_may_administrate(serve, tokens, caplog) -> None:
             assert (await user.generate("x", max_tokens=1)).outputs
             assert (await user.tokenize("x")).ids
             assert (await user.server_info()).version
-            for refused in (user.reset_prefix_cache(), user.capture_trace(0.01)):
+            for refused in (user.reset_prefix_cache(), user.capture_trace(0.01), user.runners()):
                 with pytest.raises(PermissionDeniedError) as caught:
                     await refused
                 assert caught.value.reason == "PERMISSION_DENIED"

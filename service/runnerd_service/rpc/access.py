@@ -40,7 +40,6 @@ FOR_USERS = frozenset(
         "/runnerd.v1.ModelService/GetModelInfo",
         "/runnerd.v1.ServerService/GetServerInfo",
         "/runnerd.v1.ServerService/GetLoad",
-        "/runnerd.v1.ServerService/ListRunners",
         "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
     }
 )
