@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow soak test-ascend test-go test-java lint protos \
+.PHONY: help demo test test-slow soak test-ascend test-go test-java test-node node-packages lint protos api-baseline \
 	bench-serving bench-frontend bench-overlap bench-cpu bench clean
 
 help: ## show the targets
@@ -58,6 +58,18 @@ test-java: $(VENV)/.dev ## test the Java client, with Debian's packages
 	tools/install_client_toolchains.sh
 	$(BIN)/python -m pytest tests/clients/test_native_*.py -k java
 
+# The lock file says which packages, with their sums.
+clients/node/node_modules/.ready: clients/node/package-lock.json
+	cd clients/node && npm ci --no-audit --no-fund --ignore-scripts --loglevel=error
+	@touch $@
+
+node-packages: ## install what the Node client needs, where there is npm
+	@if command -v node > /dev/null && command -v npm > /dev/null; then $(MAKE) clients/node/node_modules/.ready; \
+	else echo "no node and npm here: the Node client is not tested (Debian: apt-get install nodejs npm)"; fi
+
+test-node: $(VENV)/.dev node-packages ## test the Node client, with packages from npm
+	$(BIN)/python -m pytest tests/clients/test_native_*.py -k node
+
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -65,12 +77,18 @@ lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
 	$(BIN)/lint-imports
 	$(BIN)/buf lint protos
 	$(BIN)/buf format --diff --exit-code protos
+	$(BIN)/buf breaking protos --against protos/baseline.binpb
 	$(BIN)/python tools/protoc.py --check
+	$(BIN)/python tools/api_docs.py --check
 
-protos: $(VENV)/.dev ## regenerate the Python and the Go code of protos/
+protos: $(VENV)/.dev ## regenerate the Python and Go code and the pages of protos/
 	$(BIN)/python tools/protoc.py
+	$(BIN)/python tools/api_docs.py
 	tools/install_client_toolchains.sh
 	clients/go/generate.sh
+
+api-baseline: $(VENV)/.dev ## make the present API the one that may not be broken (docs/clients.md)
+	$(BIN)/buf build protos --exclude-source-info -o protos/baseline.binpb
 
 bench-serving: $(VENV)/.dev ## runnerd through gRPC beside transformers.generate: JSON and a table
 	$(BIN)/python benchmarks/serving.py $(ARGS)

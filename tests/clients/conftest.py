@@ -16,7 +16,7 @@ import pytest
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 BUILD_SECONDS = 600
-RUN_SECONDS = 300
+RUN_SECONDS = 800
 WAIT_SECONDS = 60
 
 _DEBIAN_GO = Path("/usr/share/gocode/src/google.golang.org")
@@ -29,6 +29,7 @@ _NEEDED = {
         "grpc_java_plugin",
         *(_DEBIAN_JARS / f"{name}.jar" for name in ("grpc-netty", "netty-tcnative", "junit4")),
     ),
+    "node": ("node", CLIENTS / "node" / "node_modules"),
 }
 
 
