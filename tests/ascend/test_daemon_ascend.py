@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from daemons import WAIT_SECONDS, Daemon, make_served_model, serving
 from driving import prompts_of
@@ -106,10 +108,23 @@ def test_decode_steps_are_replayed_and_counted(daemon):
     assert float(samples["runnerd_async_effective"]) == 1
 
 
-def test_guided_decoding_is_refused_by_field(daemon):
+def test_guided_decoding_is_refused_by_field_while_steps_overlap(daemon):
     with Client(daemon.address, timeout=WAIT_SECONDS) as client, pytest.raises(InvalidRequestError) as caught:
         client.generate("w5", guided_decoding=pb.GuidedDecoding(regex="[0-9]+"))
-    assert "guided_decoding" in str(caught.value)
+    assert "--async-execution off" in str(caught.value)
+
+
+def test_guided_decoding_is_served_where_steps_do_not_overlap(tmp_path):
+    model = make_served_model(tmp_path)
+    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()  # a word is its letters, with no space between two
+    tokenizer.save(str(model / "tokenizer.json"))
+    guide = pb.GuidedDecoding(regex="(w1|w2)*w3")
+    with npu(model, "--async-execution", "off") as daemon, Client(daemon.address, timeout=WAIT_SECONDS) as client:
+        answers = [client.generate("w5", guided_decoding=guide, ignore_eos=True, seed=seed, n=2) for seed in range(3)]
+    for output in (output for answer in answers for output in answer.outputs):
+        assert re.fullmatch("(w1|w2)*w3", output.text)
+        assert output.finish.reason == pb.FINISH_REASON_GUIDE
 
 
 def test_an_abandoned_stream_gives_its_place_back(daemon, expected):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -27,7 +28,11 @@ PARAMS = {
 
 
 def sample(
-    device: str, params: SamplingParams, truncate: Truncate | None = None, dtype: torch.dtype = torch.bfloat16
+    device: str,
+    params: SamplingParams,
+    truncate: Truncate | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    masks: Sequence[bytes | None] = (None,) * NUM_ROWS,
 ) -> list[SampledTensors]:
     """Choose at ten output indices from wide logits, which have many equals in bfloat16."""
     sampler = Sampler(NUM_ROWS, MAX_MODEL_LEN, VOCAB_SIZE, truncate)
@@ -37,7 +42,7 @@ def sample(
     generator = torch.Generator().manual_seed(3)
     sampled = []
     for index in range(10):
-        batch = sampler.plan([SampleRow(slot, 0, index) for slot in range(NUM_ROWS)])
+        batch = sampler.plan([SampleRow(slot, 0, index, masks[slot]) for slot in range(NUM_ROWS)])
         if batch.buffer is not None:
             batch = batch.on(batch.buffer.to(device))
         logits = (2 * torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator)).to(dtype)
@@ -49,6 +54,16 @@ def sample(
 def test_the_same_seeds_draw_the_same_tokens(name):
     for expected, actual in zip(sample("cpu", PARAMS[name]), sample("npu", PARAMS[name]), strict=True):
         assert actual.choices.tolist() == expected.choices.tolist()
+
+
+@pytest.mark.parametrize("name", PARAMS)
+def test_masked_rows_draw_the_same_tokens(name):
+    masks = [bytes(slot * 31 % 256 for _ in range(125)) if slot % 3 else None for slot in range(NUM_ROWS)]
+    steps = zip(*(sample(device, PARAMS[name], masks=masks) for device in ("cpu", "npu")), strict=True)
+    for expected, actual in steps:
+        assert actual.choices.tolist() == expected.choices.tolist()
+        for mask, token_id in zip(masks, actual.token_ids.tolist(), strict=True):
+            assert mask is None or mask[token_id // 8] >> token_id % 8 & 1
 
 
 def test_a_sum_of_more_bits_than_a_float32_keeps_them():
