@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import shutil
+import sys
+from asyncio.subprocess import PIPE, STDOUT
 from pathlib import Path
 
 import grpc
@@ -244,6 +247,11 @@ async def test_roles_say_who_may_administrate(serve, tokens, caplog) -> None:
             assert (await user.generate("x", max_tokens=1)).outputs
             assert (await user.tokenize("x")).ids
             assert (await user.server_info()).version
+            async with grpc.aio.insecure_channel(live.address) as channel:
+                call = channel.unary_unary("/runnerd.v1.ServerService/NoSuchMethod")
+                with pytest.raises(grpc.aio.AioRpcError) as unknown:
+                    await call(b"", metadata=(("authorization", f"Bearer {USER}"),), timeout=WAIT)
+                assert unknown.value.code() is grpc.StatusCode.UNIMPLEMENTED
             for refused in (user.reset_prefix_cache(), user.capture_trace(0.01), user.runners()):
                 with pytest.raises(PermissionDeniedError) as caught:
                     await refused
@@ -351,6 +359,32 @@ def test_the_command_line_speaks_tls_and_sends_a_token(daemon, ours, tokens, tmp
     assert "cannot read" in ends(2, "info", *connection[:2], "--tls-ca", str(tmp_path / "none.pem"))
     assert USER not in server.log()
     assert ADMIN not in server.log()
+
+
+async def test_a_client_of_another_stack_shows_its_certificate_and_token(serve, ours, tokens) -> None:
+    buf = shutil.which("buf", path=str(Path(sys.executable).parent))
+    assert buf is not None, "a part of the dev extra"
+    cert, key = ours.issue("go", common_name="go")
+    security = server_tls(ours, tls_client_ca=str(ours.ca), auth_tokens=str(tokens))
+
+    async def called(*flags: str) -> tuple[int | None, str]:
+        # By reflection: that is a call of its own, which brings the same.
+        url = f"https://{live.address}/runnerd.v1.ModelService/GetModelInfo"
+        command = [buf, "curl", "--protocol", "grpc", "--cacert", str(ours.ca), *flags, "--data", "{}", url]
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
+        async with asyncio.timeout(WAIT):
+            output, _ = await process.communicate()
+        return process.returncode, output.decode()
+
+    shown = ("--cert", str(cert), "--key", str(key))
+    bearer = (f"authorization: Bearer {USER}",)
+    async with serve(security=security) as live:
+        code, output = await called(*shown, "-H", *bearer, "--reflect-header", *bearer)
+        assert (code, '"name"' in output) == (0, True), output
+        code, output = await called(*shown, "-H", "authorization: Bearer another", "--reflect-header", *bearer)
+        assert (bool(code), '"unauthenticated"' in output) == (True, True), output
+        code, output = await called("-H", *bearer, "--reflect-header", *bearer)
+        assert (bool(code), '"name"' in output) == (True, False), output
 
 
 def test_what_would_send_a_token_in_the_clear_is_refused_by_the_client() -> None:

@@ -83,20 +83,27 @@ class Access:
             path = Path(config.auth_tokens)
             self._tokens = Reloading(f"the file of tokens {path}", [path], lambda: load_tokens(path))
 
-    def token(self, method: str, metadata: _Metadata) -> Token | None:
+    def token(self, metadata: _Metadata) -> Token | None:
         """Give the token that the metadata holds; None where none is asked for.
 
         Raises:
             Unauthenticated: There is none, or it is not known.
-            PermissionDenied: Its role may not call ``method``.
         """
         if self._tokens is None:
             return None
         token = self._tokens.get().find(_bearer(metadata))
         if token is None:
             raise Unauthenticated("the bearer token is not known here")
-        self._check_role(method, token.name, is_admin=token.role == "admin")
         return token
+
+    def check_role(self, method: str, name: str, *, is_admin: bool) -> None:
+        """Check that whoever is called ``name`` may call ``method``.
+
+        Raises:
+            PermissionDenied: That is for administrators.
+        """
+        if not is_admin and method not in FOR_USERS:
+            raise PermissionDenied(f"{name} is no administrator and may not call {_printable(method)}")
 
     def caller(self, method: str, token: Token | None, context: _Context) -> Caller:
         """Give who calls.
@@ -120,15 +127,11 @@ class Access:
             return Caller(tenant=self._metadata_tenant(metadata), min_priority=self._config.min_priority)
         name = _certificate_name(context.auth_context())
         is_admin = name in self._config.tls_admins
-        self._check_role(method, name, is_admin=is_admin)
+        self.check_role(method, name, is_admin=is_admin)
         return self._caller(name, self._metadata_tenant(metadata) or name, is_admin=is_admin)
 
     def _caller(self, name: str, tenant: str, *, is_admin: bool) -> Caller:
         return Caller(name, tenant, is_admin, None if is_admin else self._config.min_priority)
-
-    def _check_role(self, method: str, name: str, *, is_admin: bool) -> None:
-        if not is_admin and method not in FOR_USERS:
-            raise PermissionDenied(f"{name} is no administrator and may not call {_printable(method)}")
 
     def _metadata_tenant(self, metadata: _Metadata) -> str:
         key = self._config.tenant_metadata
@@ -163,11 +166,15 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         if method in FOR_EVERYBODY:
             return await continuation(handler_call_details)
         try:
-            token = self._access.token(method, cast(_Metadata, handler_call_details.invocation_metadata or ()))
+            token = self._access.token(cast(_Metadata, handler_call_details.invocation_metadata or ()))
+            handler = await continuation(handler_call_details)
+            if handler is None:  # no such method: clients try the reflection of later releases first
+                return None
+            if token is not None:
+                self._access.check_role(method, token.name, is_admin=token.role == "admin")
         except RunnerdError as error:
             return self._refusal(method, error)
-        handler = await continuation(handler_call_details)
-        return None if handler is None else self._guarded(method, token, handler)
+        return self._guarded(method, token, handler)
 
     def _refusal(self, method: str, error: RunnerdError) -> _Handler:
         async def refuse(requests: object, context: _Context) -> None:
