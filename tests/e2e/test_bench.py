@@ -137,3 +137,22 @@ def test_a_wrong_value_is_told_by_its_flag(capsys, arguments: list[str]) -> None
         main(["bench", *arguments])
     assert exit_.value.code == 2
     assert f"{arguments[0]}: expected" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize(("runner", "length"), [("sim", 2048), ("cpu", 64)])
+def test_the_published_form_runs_in_full_on_sim_and_scaled_on_a_real_model(
+    module_daemon, demo_gguf, tmp_path, capsys, runner: str, length: int
+) -> None:
+    server = {"sim": ["--runner-option", "num_blocks=16384"], "cpu": ["--runner", "cpu", str(demo_gguf)]}[runner]
+    address = module_daemon(*server, "--max-num-seqs", "48").wait_until_ready()
+    form = ["--random-input-len", str(length), "--random-output-len", str(length), "--num-prompts", "48"]
+    load = ["--max-concurrency", "48", "--temperature", "0", "--ignore-eos", "--metric-percentiles", "90"]
+    path = tmp_path / "result.json"
+    written = ["--save-result", "--result-dir", str(tmp_path), "--result-filename", path.name]
+    assert main(["bench", "--address", address, *form, *load, *written]) == 0
+    result = json.loads(path.read_text())
+    assert (result["completed"], result["failed"]) == (48, 0)
+    assert result["total_input_tokens"] == result["total_output_tokens"] == 48 * length
+    assert "P90 TPOT (ms):" in capsys.readouterr().out

@@ -2,7 +2,6 @@
 import { fileURLToPath } from "node:url";
 import * as grpc from "@grpc/grpc-js";
 import * as loader from "@grpc/proto-loader";
-import type { ProtoGrpcType as Details } from "./generated/details.js";
 import type { ProtoGrpcType as HealthPackage } from "./generated/health.js";
 import type { ProtoGrpcType as Inference } from "./generated/inference.js";
 import type { ProtoGrpcType as Server } from "./generated/server.js";
@@ -23,15 +22,13 @@ const definition = loader.loadSync(
   },
 );
 
-const loaded = grpc.loadPackageDefinition(definition) as unknown as Inference & Server & HealthPackage & Details;
+const loaded = grpc.loadPackageDefinition(definition) as unknown as Inference & Server & HealthPackage;
 
 export const { InferenceService, ModelService, ServerService } = loaded.runnerd.v1;
 export const { Health } = loaded.grpc.health.v1;
 
-type Decoded = { "google.rpc.Status": typeof loaded.google.rpc.Status };
-
-/** Reads a message of google.rpc from its wire form. */
-export function decode<T>(name: keyof Decoded | string, bytes: Uint8Array): T | undefined {
+/** Reads a message from its wire form; T is the type that is generated for the message of that name. */
+export function decode<T>(name: string, bytes: Uint8Array): T | undefined {
   const found = definition[name] as loader.MessageTypeDefinition<object, object> | undefined;
   return found?.deserialize(Buffer.from(bytes)) as T | undefined;
 }
