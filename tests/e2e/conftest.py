@@ -64,6 +64,12 @@ def serve() -> Callable[..., object]:
     return _serve
 
 
+@pytest.fixture(scope="module")
+def serve_for_module() -> Callable[..., object]:
+    """The same, for fixtures of a module."""
+    return _serve
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live() -> AsyncIterator[LiveServer]:
     """A server whose tokens come at once."""

@@ -332,7 +332,7 @@ def test_any_call_ends_with_a_status_that_fits_and_leaves_nothing(server, call: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@settings(max_examples=20_000, **_ALIKE)
+@settings(max_examples=5_000, **_ALIKE)
 @given(CALLS | BYTES)
 def test_any_of_very_many_calls_ends_with_a_status_that_fits(server, call: Call) -> None:
     assert _make(server[1], call) in RIGHT

@@ -108,13 +108,13 @@ async def seen(condition) -> None:
 async def answers(address: str, **connection) -> bool:
     async with AsyncClient(address, timeout=WAIT, **connection) as client:
         try:
-            return len((await client.generate("x", max_tokens=1)).outputs) == 1
+            return (await client.server_info()).version != ""
         except (UnavailableError, UnauthenticatedError):
             return False
 
 
 async def test_tls_is_for_those_who_trust_the_server_and_speak_it(serve, ours, theirs) -> None:
-    async with serve(security=server_tls(ours)) as live:
+    async with serve(security=server_tls(ours), load=False) as live:
         assert await answers(live.address, tls=Tls(ca=ours.ca))
         assert not await answers(live.address, tls=Tls(ca=theirs.ca))
         assert not await answers(live.address)  # in the clear
@@ -122,7 +122,7 @@ async def test_tls_is_for_those_who_trust_the_server_and_speak_it(serve, ours, t
 
         def synchronous() -> str:
             with Client(live.address, tls=Tls(ca=ours.ca), timeout=WAIT) as client:
-                return client.generate("x", max_tokens=3, ignore_eos=True, seed=1).outputs[0].text
+                return client.server_info().version
 
         assert await asyncio.to_thread(synchronous)
 
@@ -156,11 +156,12 @@ async def test_a_server_without_its_files_does_not_begin() -> None:
 async def test_a_unix_socket_is_its_owners_whatever_the_port_asks_for(serve, ours, tokens, tmp_path) -> None:
     path = tmp_path / "s.sock"
     security = server_tls(ours, tls_client_ca=str(ours.ca))
-    async with serve(security=security, unix_socket=str(path)) as live:
+    async with serve(security=security, unix_socket=str(path), load=False):
         assert path.stat().st_mode & 0o777 == 0o600
         async with AsyncClient(f"unix:{path}", timeout=WAIT) as client:
-            assert await client.reset_prefix_cache() == 0
-    async with serve(security=SecurityConfig(auth_tokens=str(tokens)), unix_socket=str(path)) as live:
+            assert await client.runners()  # which is for administrators
+    security = SecurityConfig(auth_tokens=str(tokens))
+    async with serve(security=security, unix_socket=str(path), load=False) as live:
         assert not await answers(live.server.addresses[1])  # where tokens are asked for, they are asked for here, too
         assert await answers(live.server.addresses[1], token=USER)
 
@@ -215,7 +216,7 @@ BAD_AUTHORIZATION = [
 
 async def test_calls_without_a_good_token_are_refused_before_their_message_is_read(serve, tokens, caplog) -> None:
     async with (
-        serve(security=SecurityConfig(auth_tokens=str(tokens)), max_message_bytes=10_000) as live,
+        serve(security=SecurityConfig(auth_tokens=str(tokens)), max_message_bytes=10_000, load=False) as live,
         grpc.aio.insecure_channel(live.address) as channel,
     ):
         methods = [
@@ -308,7 +309,7 @@ async def _reflected(channel: grpc.aio.Channel, metadata: tuple) -> grpc.StatusC
 
 
 async def test_tokens_are_read_again_and_a_broken_file_takes_none_away(serve, tokens, caplog) -> None:
-    async with serve(security=SecurityConfig(auth_tokens=str(tokens))) as live:
+    async with serve(security=SecurityConfig(auth_tokens=str(tokens)), load=False) as live:
         assert await answers(live.address, token=USER)
         tokens.write_text(TOKENS.replace(USER, "another-token-0123456789"))
         await seen(lambda: answers(live.address, token="another-token-0123456789"))
@@ -369,7 +370,7 @@ async def test_a_client_of_another_stack_shows_its_certificate_and_token(serve, 
 
     async def called(*flags: str) -> tuple[int | None, str]:
         # By reflection: that is a call of its own, which brings the same.
-        url = f"https://{live.address}/runnerd.v1.ModelService/GetModelInfo"
+        url = f"https://{live.address}/runnerd.v1.ServerService/GetServerInfo"
         command = [buf, "curl", "--protocol", "grpc", "--cacert", str(ours.ca), *flags, "--data", "{}", url]
         process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
         async with asyncio.timeout(WAIT):
@@ -378,13 +379,13 @@ async def test_a_client_of_another_stack_shows_its_certificate_and_token(serve, 
 
     shown = ("--cert", str(cert), "--key", str(key))
     bearer = (f"authorization: Bearer {USER}",)
-    async with serve(security=security) as live:
+    async with serve(security=security, load=False) as live:
         code, output = await called(*shown, "-H", *bearer, "--reflect-header", *bearer)
-        assert (code, '"name"' in output) == (0, True), output
+        assert (code, '"version"' in output) == (0, True), output
         code, output = await called(*shown, "-H", "authorization: Bearer another", "--reflect-header", *bearer)
         assert (bool(code), '"unauthenticated"' in output) == (True, True), output
         code, output = await called("-H", *bearer, "--reflect-header", *bearer)
-        assert (bool(code), '"name"' in output) == (True, False), output
+        assert (bool(code), '"version"' in output) == (True, False), output
 
 
 def test_what_would_send_a_token_in_the_clear_is_refused_by_the_client() -> None:

@@ -52,11 +52,14 @@ class Callers:
             await client.close()
 
 
-@pytest_asyncio.fixture
-async def calm(serve):
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def calm(serve_for_module):
     """A server with a tenant limit of two running outputs, and 5 ms for a token."""
     tenant = TenantConfig(max_running=2, max_waiting=3, max_waiting_tokens=1000)
-    async with serve(security=BY_METADATA, tenant=tenant, options={"step_seconds": "0.005"}) as live:
+    async with serve_for_module(security=BY_METADATA, tenant=tenant, options={"step_seconds": "0.005"}) as live:
         yield live
 
 
