@@ -7,6 +7,7 @@ Verdicts are kept, the latest ones. Calls block: they belong on a thread.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import subprocess
 import sys
@@ -56,11 +57,10 @@ class GuideChecker:
             verdict = self._verdicts.get(guide)
         if verdict is None:
             verdict = self._try_out(guide)
-        with self._lock:
-            self._verdicts[guide] = verdict
-            self._verdicts.move_to_end(guide)
-            while len(self._verdicts) > self._cache_size:
-                self._verdicts.popitem(last=False)
+        if verdict is None:  # not kept: another time the machine may have less to do
+            bounds = f"{self._timeout:g} seconds or {MEMORY_BYTES >> 30} GiB"
+            raise GuideError(f"compiling it took more than {bounds}; use a simpler guide")
+        self._keep(guide, verdict)
         if verdict.error:
             raise GuideError(verdict.error, verdict.place)
         return verdict.grammar
@@ -74,19 +74,25 @@ class GuideChecker:
             if process is not None:
                 process.kill()
 
-    def _try_out(self, guide: Guide) -> Answer:
+    def _keep(self, guide: Guide, verdict: Answer) -> None:
+        with self._lock:
+            self._verdicts[guide] = verdict
+            self._verdicts.move_to_end(guide)
+            while len(self._verdicts) > self._cache_size:
+                self._verdicts.popitem(last=False)
+
+    def _try_out(self, guide: Guide) -> Answer | None:
         process = self._processes.get()
         try:
+            if process is not None and not process.is_alive:
+                process.kill()  # gives its pipes back
+                process = None
             if process is None:
                 process = _Process(self._vocabulary)
             verdict = process.ask(Question(guide.kind, guide.texts), self._timeout)
             if verdict is None:
                 logger.warning("a guide of %d bytes was given up", guide.num_bytes)
                 process = None
-                verdict = Answer(
-                    error=f"compiling it took more than {self._timeout:g} seconds or {MEMORY_BYTES >> 30} GiB; use a "
-                    "simpler guide"
-                )
             return verdict
         finally:
             with self._lock:
@@ -101,9 +107,17 @@ class _Process:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         command = [sys.executable, "-P", "-m", "runnerd_service.guided.process"]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # Threads would reserve address space, which is bounded, for themselves.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RUNNERD_")}
+        environment |= {"RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
         if self._exchange(vocabulary, _START_SECONDS) is None:
             raise RuntimeError("the process that compiles guides did not start; its error is in the log")
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended; one that somebody killed is replaced."""
+        return self._process.poll() is None
 
     def ask(self, question: Question, timeout: float) -> Answer | None:
         """Give the answer; None if there was none in time."""

@@ -19,7 +19,7 @@ CANCELLED = "cancelled"
 DEADLINE_EXCEEDED = "deadline_exceeded"
 """How a request ends that meets no error; the others are the reasons of :mod:`runnerd_service.rpc.status`."""
 OUTCOMES = (FINISHED, CANCELLED, DEADLINE_EXCEEDED, *(reason.lower() for reason in REASONS))
-FINISH_REASONS = ("stop", "length", "time_limit")
+FINISH_REASONS = ("stop", "length", "time_limit", "guide")
 
 _SLACK_SECONDS = 0.1
 """The caller's own clock ends a call first, by as long as the call took to get here."""
