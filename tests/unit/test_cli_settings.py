@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from runnerd_service.cli.main import build_parser
-from runnerd_service.cli.settings import SETTINGS, Settings, default_text, load_settings
+from runnerd_service.cli.setting_table import SETTINGS
+from runnerd_service.cli.settings import Settings, default_text, load_settings
 from runnerd_service.cli.values import byte_size
 from runnerd_service.config import EngineConfig, SecurityConfig, ServerConfig, TenantConfig
 from runnerd_service.errors import ConfigurationError

@@ -16,14 +16,8 @@ from typing import Any
 from runnerd_service.cli import exit_codes
 from runnerd_service.cli.progress import ProgressReporter
 from runnerd_service.cli.runner_help import RunnerHelp
-from runnerd_service.cli.settings import (
-    RUNNER_OPTION,
-    SETTINGS,
-    Setting,
-    default_text,
-    load_settings,
-    split_option,
-)
+from runnerd_service.cli.setting_table import SETTINGS, Setting
+from runnerd_service.cli.settings import RUNNER_OPTION, default_text, load_settings, split_option
 from runnerd_service.cli.systemd import keep_watchdog_fed, notify
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import ConfigurationError
