@@ -59,22 +59,16 @@ def read(stream) -> None:
             pass
 
 
-def test_probes_follow_the_state(daemon) -> None:
-    server = daemon("--metrics-port", "0", "--runner-option", "load_seconds=30")
+def test_probes_follow_the_state_and_the_page_can_be_left_out(daemon) -> None:
+    server = daemon("--metrics-port", "0", "--no-status-page", "--runner-option", "load_seconds=30")
     url = url_of(server)
     assert get(f"{url}/livez")[:2] == (200, "the event loop turns\n")
     assert get(f"{url}/readyz")[:2] == (503, "loading\n")
-    assert json.loads(get(f"{url}/status.json")[1])["steps"] is None
+    assert [get(url + path)[0] for path in ("/", "/status.json")] == [404, 404]
 
 
 def test_a_serving_daemon_is_ready(server) -> None:
     assert get(f"{url_of(server)}/readyz")[:2] == (200, "serving\n")
-
-
-def test_the_page_can_be_left_out(daemon) -> None:
-    server = daemon("--metrics-port", "0", "--no-status-page")
-    url = url_of(server)
-    assert [get(url + path)[0] for path in ("/", "/status.json", "/livez")] == [404, 404, 200]
 
 
 def test_what_is_not_served_is_refused(server) -> None:
@@ -148,6 +142,9 @@ def test_the_page_shows_a_busy_server_and_when_it_is_gone(daemon, browser, tmp_p
         assert re.fullmatch(r"[\d.]+ %", page.inner_text("#bubble"))
         assert page.evaluate("() => document.getElementById('kv-bar').getBoundingClientRect().width") > 0
         assert page.locator("#causes tr").count() == 7
+        for width in (1200, 480):
+            page.set_viewport_size({"width": width, "height": 850})
+            assert page.evaluate("() => document.documentElement.scrollWidth") <= width
         shot = page.screenshot(path=str(tmp_path / "status.png"), full_page=True)
         assert shot.startswith(b"\x89PNG")
         for stream, reader in zip(streams, readers, strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 import time
 from collections.abc import Iterator
 from concurrent import futures
@@ -13,6 +14,8 @@ import pytest
 
 from runnerd.v1 import generation_pb2, inference_pb2_grpc
 from runnerd_client import Client, InvalidRequestError
+from runnerd_service.errors import ConfigurationError
+from runnerd_service.telemetry.tracing import NoTracer, is_asked_for, open_tracer
 
 trace_service = pytest.importorskip(
     "opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc", reason="needs runnerd[otel]"
@@ -207,14 +210,34 @@ def test_a_collector_that_is_gone_holds_up_neither_requests_nor_the_stop(daemon)
     assert "the last traces could not be sent in 3 s" in server.log()
 
 
-def test_what_cannot_be_traced_is_refused_at_the_start(runnerd) -> None:
-    ended = runnerd(
-        "serve",
-        "--runner",
-        "sim",
-        "--otlp-traces-endpoint",
-        "http://127.0.0.1:1",
-        environment={"OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"},
-    )
-    assert ended.returncode == 2
-    assert "OTEL_EXPORTER_OTLP_PROTOCOL: got 'http/json', expected grpc" in ended.stderr
+ENDPOINT = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "environment", "asked_for"),
+    [
+        (None, {}, False),
+        ("http://127.0.0.1:1", {}, True),
+        (None, ENDPOINT, True),
+        (None, {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:1"}, True),
+        (None, {**ENDPOINT, "OTEL_TRACES_EXPORTER": "none"}, False),
+        ("http://127.0.0.1:1", {"OTEL_SDK_DISABLED": "true"}, False),
+    ],
+)
+def test_traces_are_off_unless_an_endpoint_is_named(
+    endpoint: str | None, environment: dict[str, str], asked_for: bool
+) -> None:
+    assert is_asked_for(endpoint, environment) is asked_for
+    assert asked_for or isinstance(open_tracer(endpoint, environment), NoTracer)
+
+
+def test_what_cannot_be_sent_is_refused() -> None:
+    environment = {**ENDPOINT, "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}
+    with pytest.raises(ConfigurationError, match="OTEL_EXPORTER_OTLP_PROTOCOL: got 'http/json', expected grpc"):
+        open_tracer(None, environment)
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "runnerd_service.telemetry.otlp", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'runnerd\[otel\]', or turn them off"):
+        open_tracer("http://127.0.0.1:1", {})

@@ -16,8 +16,7 @@ from runnerd.v1 import inference_pb2
 from runnerd_service.cli import exit_codes
 from runnerd_service.cli.main import build_parser
 from runnerd_service.cli.serve import _flags
-from runnerd_service.cli.settings import Settings, load_settings
-from runnerd_service.config import ServerConfig
+from runnerd_service.cli.settings import SETTINGS, Settings, load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "runnerd.service"
@@ -187,14 +186,8 @@ def test_the_image_copies_what_the_wheel_is_built_of() -> None:
 @pytest.mark.parametrize("page", ["deploy.md", "operations.md", "observability.md"])
 def test_flags_that_the_docs_name_exist(page: str) -> None:
     text = (DEPLOY.parent / "docs" / page).read_text()
-    shown = subprocess.run(
-        [sys.executable, "-m", "runnerd_service", "serve", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout
+    known = {f"--{setting.name}" for setting in SETTINGS} | {f"--no-{setting.name}" for setting in SETTINGS}
+    known |= {"--config", "--runner-option"}
     others = {"--pid", "--user", "--check", "--build-arg", "--seconds", "--now", "--rm"}  # of other commands
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - others:
-        assert flag in shown, f"{flag} in {page}"
-    assert ServerConfig().port == 50051
+        assert flag in known, f"{flag} in {page}"
