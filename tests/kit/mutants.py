@@ -143,6 +143,19 @@ class DrawsOnEveryRow(ReferenceRunner):
         return super().uniform(slot, row, self.draws[row.slot], plan)
 
 
+class NeverWritesWhatItSamples(ReferenceRunner):
+    def write(self, slot, position, token):
+        pass
+
+
+class DrawsFromOneStream(ReferenceRunner):
+    """Has a random stream of its own, seeded once."""
+
+    def uniform(self, slot, row, index, plan):
+        self.stream = getattr(self, "stream", None) or np.random.default_rng(0)
+        return float(self.stream.random())
+
+
 class SamplesWithoutBeingAsked(ReferenceRunner):
     def output_without_sample(self, row, prompt_logprobs):
         return RowOutput(token_id=1, prompt_logprobs=prompt_logprobs)
@@ -375,7 +388,8 @@ MUTANTS: dict[str, list[RunnerPlugin]] = {
         plugin(TakesGrantsItHasNoUseFor, TOKEN_MEMORY_CAPABILITIES),
     ],
     "E6": [plugin(HasAShortTable)],
-    "S1": [plugin(DrawsOnEveryRow), plugin(SamplesWithoutBeingAsked)],
+    "S0": [plugin(DrawsFromOneStream)],
+    "S1": [plugin(DrawsOnEveryRow), plugin(SamplesWithoutBeingAsked), plugin(NeverWritesWhatItSamples)],
     "S2": [plugin(SeedsByTheSlot), plugin(SeedsByTheStep)],
     "S3": [plugin(LagsBehindInItsHistory)],
     "S4": [plugin(PadsWithMinusOne)],

@@ -1,4 +1,4 @@
-"""Checks of what a request gets, and of what else is in the batch: S1 to S5, S7."""
+"""Checks of what a request gets, and of what else is in the batch: S0 to S5, S7."""
 
 from __future__ import annotations
 
@@ -6,22 +6,37 @@ import gc
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
 from runnerd_spi.plan import Admit, Row, RowOutput, SamplingParams, StepOutput
 from runnerd_spi.testing.driver import TraceRun
 from runnerd_spi.testing.kit import Kit, difference_of
-from runnerd_spi.testing.subject import HISTORY_FEATURES, MAX_NUM_SEQS, Broken, NotChecked, Session
+from runnerd_spi.testing.subject import HISTORY_FEATURES, MAX_NUM_SEQS, Broken, Session
 from runnerd_spi.testing.traces import GREEDY, Trace, TraceRequest, random_trace
 
 _LET_GO_SECONDS = 3.0
 
 
+def tokens_are_reproducible(kit: Kit) -> None:
+    """S0: what the first request after warm-up finds, and what errors come up, is the business of other rules."""
+    runs: list[list[int | None]] = []
+    with suppress(Exception), kit.session(fresh=True) as session:
+        request = TraceRequest((1, 0, 1), 8, kit.drawn(5))
+        for _ in range(4):
+            [outcome] = TraceRun(session, Trace(session.config.max_in_flight, (request,), settle_early=True)).run()
+            runs.append(outcome.token_ids)
+    _, *again = runs or [[]]
+    if any(one != again[0] for one in again):
+        raise Broken(f"one request, alone each time, gave {', then '.join(map(str, again))}")
+
+
 def only_sampling_rows_sample(kit: Kit) -> None:
-    """S1: rows without ``sample`` return nothing and change nothing."""
+    """S1: rows without ``sample`` return nothing and change nothing; what the others sample is read by later rows."""
+    _sampled_tokens_are_read(kit)
     if not kit.subject.serves("chunked_prefill"):
-        raise NotChecked("without chunked prefill every row samples")
+        return
     sizes = kit.sizes
     prompt = tuple(index % sizes.vocab_size for index in range(9))
     for params in (GREEDY, kit.drawn(11), *_history_params(kit, kit.drawn(12))):
@@ -30,6 +45,24 @@ def only_sampling_rows_sample(kit: Kit) -> None:
         # The last position once without and once with ``sample``: the first must leave no trace.
         kit.check(Trace(kit.subject.depths[0], (replace(request, dry_rows=True),)))
         kit.check(Trace(kit.subject.depths[0], (replace(request, dry_rows=True),), chunk=3))
+
+
+def _sampled_tokens_are_read(kit: Kit) -> None:
+    """What a request samples has to count as if it had come with the request."""
+    for prompt in ((1,), (0, 1, 1), (3, 2, 1, 0)):
+        tokens = [token for token in kit.tokens_alone(prompt, 6, kit.params()) if token is not None]
+        for num_given in (1, 3):
+            given, rest = tuple(tokens[:num_given]), tokens[num_given:]
+            with kit.session() as session:
+                request = TraceRequest(prompt, len(rest), kit.params(), given=given)
+                trace = Trace(session.config.max_in_flight, (request,), settle_early=True)
+                [outcome] = TraceRun(session, trace).run()
+            if outcome.token_ids != rest:
+                raise Broken(
+                    f"prompt {list(prompt)}, greedy, gave {tokens}; admitted behind the first {num_given} of them, it "
+                    f"went on with {outcome.token_ids}, expected {rest}: later rows do not read what was sampled, or "
+                    "read something else"
+                )
 
 
 def tokens_are_of_the_request(kit: Kit) -> None:

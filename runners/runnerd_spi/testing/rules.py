@@ -55,10 +55,16 @@ RULES: tuple[Rule, ...] = (
         ("L1",),
     ),
     Rule(
+        "S0",
+        "The same request gives the same tokens each time",
+        "Derive randomness from (seed, output index) alone: no random stream of the runner's own, no clock, no memory.",
+        ("P1",),
+    ),
+    Rule(
         "L5",
         "warm_up leaves no trace: the first plan is step 0, each slot is free at epoch 0, no token is left behind",
         "Warm up on tables of its own, or clear them afterwards.",
-        ("P1",),
+        ("P1", "S0"),
     ),
     Rule(
         "E1",
@@ -98,8 +104,9 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         "S1",
-        "Exactly the rows with `sample` return a token; a row without it advances no random stream, count or history",
-        "Sample and write to the token table only for rows whose `sample` is set.",
+        "Exactly the rows with `sample` return a token, and later rows read it; the others change nothing",
+        "Sample for rows whose `sample` is set, and for no others; write each sampled token into the token table, "
+        "behind the row's last position, and count it as an output.",
         _STEPS,
     ),
     Rule(
@@ -118,7 +125,7 @@ RULES: tuple[Rule, ...] = (
         "S4",
         "Every token id that crosses the SPI is in the vocabulary: no -1, no placeholder",
         "Return None where there is nothing; drop padding from lists of alternatives.",
-        _STEPS,
+        (*_STEPS, "S1"),
     ),
     Rule(
         "S5",

@@ -34,6 +34,7 @@ CHECKS: Mapping[str, Callable[[Kit], None]] = {
     "E4": checks_steps.timelines_are_right,
     "E5": checks_steps.bad_plans_are_refused,
     "E6": checks_steps.limits_are_served,
+    "S0": checks_tokens.tokens_are_reproducible,
     "S1": checks_tokens.only_sampling_rows_sample,
     "S2": checks_tokens.tokens_are_of_the_request,
     "S3": checks_tokens.history_is_complete,
