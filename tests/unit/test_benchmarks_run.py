@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 # Results go to a folder of the test's own, not beside those of real runs.
@@ -48,3 +50,12 @@ def test_frontend_reports_messages_tokens_and_cost_for_each_number_of_streams(tm
         assert measured["messages_per_second"] > 0
         assert measured["tokens_per_message"] >= 1
     assert "| streams |" in printed
+
+
+@pytest.mark.slow
+def test_batch_invariance_compares_each_data_type(tmp_path: Path) -> None:
+    arguments = ("--batch", "3", "--tokens", "3", "--dtypes", "float32", "--runner-option", "num_threads=1")
+    result, printed = run_benchmark("batch_invariance", tmp_path, *arguments)
+    assert result["dtypes"]["float32"]["requests_with_equal_answers"] == 3
+    assert result["dtypes"]["float32"]["tokens_compared"] == 9
+    assert "3 of 3" in printed
