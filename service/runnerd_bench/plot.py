@@ -38,13 +38,13 @@ def draw(records: Sequence[RequestRecord], result: Mapping[str, object], path: P
         axis = axes[name]
         axis.set_title(f"{METRICS[name][0]} (ms)")
         if values:
-            axis.hist(values, bins=min(50, max(10, len(values) // 10)), color="C0")
+            axis.hist(values, bins=min(50, max(10, len(values) // 10)), color="C0", log=name == "itl")
             for share, style in ((50, "-"), (90, "--"), (99, ":")):
                 value = float(np.percentile(values, share))
                 axis.axvline(value, color="C3", linestyle=style, label=f"P{share} {value:.1f}")
             axis.legend(fontsize="small")
     axes["ttft"].set_ylabel("requests")
-    axes["itl"].set_ylabel("messages")
+    axes["itl"].set_ylabel("messages, logarithmic")
     done = [one for one in records if one.completed]
     bucket_seconds = min(1.0, max((one.end for one in records), default=1.0) / 50)
     rates = output_rate(done, bucket_seconds)
