@@ -199,6 +199,19 @@ async def test_held_requests_end_with_a_status_when_there_will_be_no_engine(serv
         assert live.frontend.load.num_waiting == 0
 
 
+async def test_a_held_request_waits_no_longer_than_any(serve, idle) -> None:
+    config = {"tenant": TenantConfig(max_running=1), "queue_timeout_seconds": 0.3, "security": BY_METADATA}
+    async with serve(options={"step_seconds": "0.01"}, **config) as live, Callers(live) as callers:
+        running = callers["a"].stream("x", **LONG)
+        await begun(running)
+        held = callers["a"].stream("x", **BRIEF)
+        await started(held)
+        with pytest.raises(OverloadedError, match="no place became free"):
+            await finished(held)
+        running.cancel()
+        await idle(live)
+
+
 async def test_tokens_of_a_tenant_in_the_engine_are_bounded_and_one_output_always_runs(serve, idle) -> None:
     tenant = TenantConfig(max_tokens=100)
     options = {"step_seconds": "0.005"}
