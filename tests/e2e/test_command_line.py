@@ -194,6 +194,20 @@ def test_a_reader_of_the_output_that_leaves_ends_the_generation(slow_address) ->
     wait_until_idle(slow_address)
 
 
+def test_generate_gives_the_form_that_was_asked_for(daemon, capsys, tmp_path) -> None:
+    address = daemon("--async-execution", "off").wait_until_ready()
+    (tmp_path / "schema.json").write_text('{"enum": ["é"]}', encoding="utf-8")
+    command = ("generate", "--address", address, "--raw", "hello", "--ignore-eos")
+    assert run(capsys, *command, "--regex", "(ab){3}") == (0, "ababab\n", "")
+    assert run(capsys, *command, "--json-schema", str(tmp_path / "schema.json")) == (0, '"é"\n', "")
+    code, out, _ = run(capsys, *command, "--choice", "yes", "--choice", "no")
+    assert (code, out in ("yes\n", "no\n")) == (0, True)
+    code, _, err = run(capsys, *command, "--json-schema", str(tmp_path / "none.json"))
+    assert (code, "--json-schema" in err) == (2, True)
+    code, _, err = run(capsys, *command, "--regex", "(")
+    assert (code != 0, "guided_decoding.regex" in err) == (True, True)
+
+
 def test_info_shows_model_server_and_load(address, capsys) -> None:
     code, out, _ = run(capsys, "info", "--address", address)
     assert code == 0

@@ -17,11 +17,11 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runnerd_client import FinishReason, GuidedDecoding, InvalidRequestError
+from runnerd_client import FinishReason, GuidedDecoding, InvalidRequestError, guides
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from guides import CASES, CHOICES, is_valid
+from guided_cases import CASES, CHOICES, is_valid
 
 SYNCHRONOUS = {"async_execution": "off"}
 STOP, LENGTH, GUIDE = (
@@ -266,6 +266,26 @@ async def test_a_guide_that_grows_too_complex_ends_with_an_error(guided, idle) -
     assert caught.value.violations[0].field == "guided_decoding.json_schema"
     await idle(guided)
     assert (await output(guided, guided_decoding=WORD)).text
+
+
+async def test_the_clients_helpers_say_what_is_meant(guided) -> None:
+    schema = {"type": "object", "properties": {"é": {"enum": [1]}}, "required": ["é"], "additionalProperties": False}
+    tag = guides.structural_tag([{"begin": "<a>", "schema": {"enum": [7]}, "end": "<"}], ["<a>"])
+    asked = [
+        (guides.json_schema(schema), lambda text: json.loads(text) == {"é": 1}),
+        (guides.json_schema(json.dumps(schema)), lambda text: json.loads(text) == {"é": 1}),
+        (guides.json_object(), lambda text: isinstance(json.loads(text), dict)),
+        (guides.regex("a{3}"), lambda text: text == "aaa"),
+        (guides.grammar('root ::= "b" "c"'), lambda text: text == "bc"),
+        (guides.choice("x", "y"), lambda text: text in ("x", "y")),
+        (tag, lambda text: not re.search(r"<a>(?!\s*7\s*<)", text)),
+    ]
+    for guide, holds in asked:
+        one = await output(guided, guided_decoding=guide, seed=2, max_tokens=500)
+        assert one.finish.reason == STOP
+        assert holds(one.text), one.text
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        guides.json_schema({"minimum": float("nan")})
 
 
 async def test_a_guide_that_takes_too_long_is_refused(serve) -> None:

@@ -18,7 +18,7 @@ from runnerd_client import Client, FinishReason, GuidedDecoding
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from guides import CASES, CHOICES, SCHEMA, is_valid
+from guided_cases import CASES, CHOICES, SCHEMA, is_valid
 
 pytestmark = pytest.mark.timeout(300)
 

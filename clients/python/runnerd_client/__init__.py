@@ -13,6 +13,7 @@ from runnerd.v1.generation_pb2 import (
     Usage,
 )
 from runnerd.v1.inference_pb2 import GenerateResponse, OutputChunk, StreamGenerateResponse
+from runnerd_client import guides
 from runnerd_client.aio import AsyncClient, AsyncGenerationStream
 from runnerd_client.channel import DEFAULT_ADDRESS, Tls
 from runnerd_client.client import Client, GenerationStream
@@ -67,5 +68,6 @@ __all__ = [
     "UnavailableError",
     "Usage",
     "chat",
+    "guides",
     "to_dict",
 ]

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -18,11 +19,13 @@ from runnerd_client import (
     Client,
     GenerateOptions,
     GenerationStream,
+    GuidedDecoding,
     OutputChunk,
     RequestCancelledError,
     RunnerdError,
     Token,
     chat,
+    guides,
     to_dict,
 )
 from runnerd_service.cli import exit_codes
@@ -61,6 +64,16 @@ def add_parser(commands: Any) -> None:
         parser.add_argument(f"--{name}", type=parse, metavar="N" if parse is not float else "X", help=text)
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the model's end of text")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
+    guide = parser.add_mutually_exclusive_group()
+    guide.add_argument(
+        "--json-schema", metavar="FILE", help="answer JSON of this schema (server: --async-execution off)"
+    )
+    guide.add_argument(
+        "--regex", metavar="PATTERN", help="answer what this whole expression matches (server: the same)"
+    )
+    guide.add_argument(
+        "--choice", action="append", metavar="TEXT", help="answer one of these; repeat (server: the same)"
+    )
     parser.add_argument("--request-id", metavar="NAME", help="name of the request")
     parser.add_argument("--json", action="store_true", help="print each message of the stream as a line of JSON")
     parser.add_argument("--stats", action="store_true", help="print TTFT and rates to stderr at the end")
@@ -93,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
             n=arguments.n,
             logprobs=arguments.logprobs,
             ignore_eos=arguments.ignore_eos,
+            guided_decoding=_guide(arguments),
         )
         stats = StreamStats.begin()
         try:
@@ -104,6 +118,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.stats:
         print(stats.summary(), file=sys.stderr)
     return exit_codes.OK
+
+
+def _guide(arguments: argparse.Namespace) -> GuidedDecoding | None:
+    if arguments.json_schema is not None:
+        try:
+            return guides.json_schema(Path(arguments.json_schema).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigurationError(f"--json-schema {arguments.json_schema} cannot be read: {error}") from error
+    if arguments.regex is not None:
+        return guides.regex(arguments.regex)
+    return None if arguments.choice is None else guides.choice(*arguments.choice)
 
 
 @contextmanager
