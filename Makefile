@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow soak test-ascend test-go test-java test-node node-packages lint protos api-baseline \
+.PHONY: help demo test test-slow soak test-ascend test-ascend-slow test-go test-java test-node node-packages lint protos api-baseline \
 	bench-serving bench-frontend bench-overlap bench-cpu bench clean
 
 help: ## show the targets
@@ -50,13 +50,16 @@ $(ASCEND_VENV)/.ready: pyproject.toml
 test-ascend: $(ASCEND_VENV)/.ready ## install torch_npu and test the Ascend runner on a simulated CANN
 	PYTHONPATH=tests/ascend $(ASCEND_VENV)/bin/python -m ascend_sim pytest tests/ascend
 
+test-ascend-slow: $(ASCEND_VENV)/.ready ## check the Ascend runner with the conformance kit on a simulated CANN
+	PYTHONPATH=tests/ascend $(ASCEND_VENV)/bin/python -m ascend_sim pytest tests/ascend -m slow
+
 test-go: $(VENV)/.dev ## test the Go client, with Debian's packages
 	tools/install_client_toolchains.sh
-	$(BIN)/python -m pytest tests/clients/test_go_stubs.py tests/clients/test_native_*.py -k go
+	$(BIN)/python -m pytest tests/clients/test_go_stubs.py tests/clients/test_native_contract.py -k go
 
 test-java: $(VENV)/.dev ## test the Java client, with Debian's packages
 	tools/install_client_toolchains.sh
-	$(BIN)/python -m pytest tests/clients/test_native_*.py -k java
+	$(BIN)/python -m pytest tests/clients/test_native_contract.py -k java
 
 # The lock file says which packages, with their sums.
 clients/node/node_modules/.ready: clients/node/package-lock.json
@@ -68,7 +71,7 @@ node-packages: ## install what the Node client needs, where there is npm
 	else echo "no node and npm here: the Node client is not tested (Debian: apt-get install nodejs npm)"; fi
 
 test-node: $(VENV)/.dev node-packages ## test the Node client, with packages from npm
-	$(BIN)/python -m pytest tests/clients/test_native_*.py -k node
+	$(BIN)/python -m pytest tests/clients/test_native_contract.py -k node
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
 	$(BIN)/ruff check .

@@ -19,7 +19,7 @@ WAIT_SECONDS = 240
 def install(project: Path, folder: Path) -> dict[str, str]:
     """Build the project's wheel, install it into ``folder``, and give an environment in which it is found."""
     source, site = folder / "project", folder / "site"
-    shutil.copytree(project, source)
+    shutil.copytree(project, source, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(folder / "dist"), str(source))
     [wheel] = (folder / "dist").glob("*.whl")
