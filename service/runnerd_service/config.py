@@ -94,7 +94,9 @@ class ServerConfig:
     unix_socket: str | None = None
     """Path; when set, it is served beside the port."""
     metrics_port: int | None = None
-    """Port of the Prometheus metrics on ``host``; None: they are not served. 0 lets the system choose."""
+    """Port of the Prometheus metrics; None: they are not served. 0 lets the system choose."""
+    metrics_host: str | None = None
+    """Address that the metrics listen on; None: ``host``."""
     status_page: bool = True
     """Whether a page that shows the server's state is served beside the metrics."""
     otlp_traces_endpoint: str | None = None

@@ -60,8 +60,12 @@ def read(stream) -> None:
 
 
 def test_probes_follow_the_state_and_the_page_can_be_left_out(daemon) -> None:
-    server = daemon("--metrics-port", "0", "--no-status-page", "--runner-option", "load_seconds=30")
+    server = daemon(
+        *("--metrics-port", "0", "--metrics-host", "127.0.0.2", "--no-status-page"),
+        *("--runner-option", "load_seconds=30"),
+    )
     url = url_of(server)
+    assert url.startswith("http://127.0.0.2:")
     assert get(f"{url}/livez")[:2] == (200, "the event loop turns\n")
     assert get(f"{url}/readyz")[:2] == (503, "loading\n")
     assert [get(url + path)[0] for path in ("/", "/status.json")] == [404, 404]

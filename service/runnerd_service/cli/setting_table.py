@@ -113,9 +113,10 @@ SETTINGS: tuple[Setting, ...] = (
         "metrics-port",
         "server",
         count(0, 65535),
-        "port of the Prometheus metrics, on the same host; 0 takes a free one and logs it (default: no metrics)",
+        "port of the Prometheus metrics; 0 takes a free one and logs it (default: no metrics)",
         "PORT",
     ),
+    Setting("metrics-host", "server", text, "address that the metrics listen on (default: that of --host)", "HOST"),
     Setting("status-page", "server", boolean, "serve a page that shows the server's state beside the metrics"),
     Setting(
         "otlp-traces-endpoint",

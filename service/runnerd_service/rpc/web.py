@@ -36,7 +36,7 @@ async def web_server(config: ServerConfig, frontend: Frontend) -> AsyncIterator[
         return
     routes = _routes(config, frontend, asyncio.get_running_loop())
     # A thread: the host's name may have to be looked up.
-    server = await asyncio.to_thread(WebServer, config.host, config.metrics_port, routes)
+    server = await asyncio.to_thread(WebServer, config.metrics_host or config.host, config.metrics_port, routes)
     logger.info("metrics on %s/metrics", server.url)
     if config.status_page:
         logger.info("status page on %s/", server.url)
