@@ -118,7 +118,7 @@ class ServerConfig:
     max_guide_bytes: int = 256 * 1024
     """Largest guide of a request."""
     guide_timeout_seconds: float = 10.0
-    """A guide that takes longer to compile is refused."""
+    """A guide that takes longer to compile is refused; 0: it may take any time."""
     max_message_bytes: int = 16 * 1024 * 1024
     max_waiting: int = 4096
     """Requests that may wait for a place; further ones get RESOURCE_EXHAUSTED."""

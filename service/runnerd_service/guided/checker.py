@@ -31,7 +31,7 @@ class GuideChecker:
 
     Args:
         vocabulary: The model's.
-        timeout: Seconds that a guide may take.
+        timeout: Seconds that a guide may take; 0: any time.
         cache_size: How many verdicts to keep.
     """
 
@@ -133,7 +133,8 @@ class _Process:
         assert self._process.stdout is not None
         timer = threading.Timer(timeout, self._process.kill)
         timer.daemon = True
-        timer.start()
+        if timeout:
+            timer.start()
         try:
             write_frame(self._process.stdin, message)  # type: ignore[arg-type]  # a binary stream, which typeshed calls IO
             data = read_frame(self._process.stdout)  # type: ignore[arg-type]
