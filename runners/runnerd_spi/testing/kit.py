@@ -97,6 +97,12 @@ class Kit:
         """Give parameters that draw at random, or greedy ones where the runner serves no temperature."""
         return self.params(temperature=1.0, seed=seed) if self.subject.serves("temperature") else self.params()
 
+    def drawn_with_history(self, seed: int) -> SamplingParams:
+        """Give parameters that draw at random and depend on what was said, as far as the runner serves that."""
+        wanted = {"repetition_penalty": 1.3, "presence_penalty": 1.0, "frequency_penalty": 1.0}
+        served = {name: value for name, value in wanted.items() if self.subject.serves(name)}
+        return replace(self.drawn(seed), **served)  # type: ignore[arg-type]  # these are floats
+
     def require(self, *features: str) -> None:
         """Go on only where one of these features is served.
 
