@@ -219,6 +219,7 @@ async def test_calls_without_a_good_token_are_refused_before_their_message_is_re
         serve(security=SecurityConfig(auth_tokens=str(tokens)), max_message_bytes=10_000, load=False) as live,
         grpc.aio.insecure_channel(live.address) as channel,
     ):
+        large = b"\xff" * 2_000_000
         methods = [
             "/runnerd.v1.InferenceService/Generate",
             "/runnerd.v1.ServerService/ResetPrefixCache",
@@ -227,8 +228,8 @@ async def test_calls_without_a_good_token_are_refused_before_their_message_is_re
         for method in methods:
             for metadata in BAD_AUTHORIZATION:
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    # No message at all, and too large a one: which would be other errors.
-                    await channel.unary_unary(method)(b"\xff" * 500_000, metadata=metadata, timeout=WAIT)
+                    # No message at all, and larger than gRPC takes: which would be another error, were it read.
+                    await channel.unary_unary(method)(large, metadata=metadata, timeout=WAIT)
                 assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED, (method, metadata)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_stream("/runnerd.v1.InferenceService/StreamGenerate")(b"", timeout=WAIT).read()
