@@ -27,7 +27,7 @@ import (
 // What the server promises to any client. Each test names the environment variable that holds the address of the
 // server it needs; tests/clients starts them.
 
-const patience = 60 * time.Second
+const patience = 4 * time.Minute
 
 // address gives the value of an environment variable, and skips the test without one.
 func address(t *testing.T, variable string) string {

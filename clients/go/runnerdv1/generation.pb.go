@@ -283,7 +283,8 @@ type GenerateRequest struct {
 	Output *OutputOptions `protobuf:"bytes,8,opt,name=output,proto3" json:"output,omitempty"`
 	// A form the output must have. Default: none.
 	GuidedDecoding *GuidedDecoding `protobuf:"bytes,9,opt,name=guided_decoding,json=guidedDecoding,proto3" json:"guided_decoding,omitempty"`
-	// Scheduling priority; lower values run first, equal ones in order of arrival. Range: int32. Default: 0.
+	// Scheduling priority; lower values run first, equal ones in order of arrival. Waiting raises it (see the server's
+	// --priority-ageing). Range: int32. Default: 0.
 	Priority *int32 `protobuf:"varint,10,opt,name=priority,proto3,oneof" json:"priority,omitempty"`
 	// Name of the model, as GetModelInfo gives it; refused (NOT_FOUND) when it is another. Default: the served model.
 	Model *string `protobuf:"bytes,11,opt,name=model,proto3,oneof" json:"model,omitempty"`

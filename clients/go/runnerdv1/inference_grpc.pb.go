@@ -21,7 +21,8 @@ type InferenceServiceClient interface {
 	Generate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (*GenerateResponse, error)
 	// Generates and streams the outputs as they grow. Cancel the call to stop early.
 	StreamGenerate(ctx context.Context, in *GenerateRequest, opts ...grpc.CallOption) (InferenceService_StreamGenerateClient, error)
-	// Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error.
+	// Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error. Request ids are
+	// each tenant's own; an administrator ends the requests of all tenants that have the id.
 	Abort(ctx context.Context, in *AbortRequest, opts ...grpc.CallOption) (*AbortResponse, error)
 	// Gives the token ids of a prompt, exactly as Generate would see them.
 	Tokenize(ctx context.Context, in *TokenizeRequest, opts ...grpc.CallOption) (*TokenizeResponse, error)
@@ -113,7 +114,8 @@ type InferenceServiceServer interface {
 	Generate(context.Context, *GenerateRequest) (*GenerateResponse, error)
 	// Generates and streams the outputs as they grow. Cancel the call to stop early.
 	StreamGenerate(*GenerateRequest, InferenceService_StreamGenerateServer) error
-	// Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error.
+	// Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error. Request ids are
+	// each tenant's own; an administrator ends the requests of all tenants that have the id.
 	Abort(context.Context, *AbortRequest) (*AbortResponse, error)
 	// Gives the token ids of a prompt, exactly as Generate would see them.
 	Tokenize(context.Context, *TokenizeRequest) (*TokenizeResponse, error)

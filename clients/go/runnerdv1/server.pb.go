@@ -403,7 +403,7 @@ type GetServerInfoResponse struct {
 	NumBlocks uint32 `protobuf:"varint,12,opt,name=num_blocks,json=numBlocks,proto3" json:"num_blocks,omitempty"`
 	// Time since the server started.
 	Uptime *durationpb.Duration `protobuf:"bytes,13,opt,name=uptime,proto3" json:"uptime,omitempty"`
-	// Last error of the engine; empty if there was none.
+	// Last error of the engine; empty if there was none. Administrators are told what it was, others that there was one.
 	LastError string `protobuf:"bytes,14,opt,name=last_error,json=lastError,proto3" json:"last_error,omitempty"`
 	// Largest request message, in bytes.
 	MaxMessageBytes uint64 `protobuf:"varint,15,opt,name=max_message_bytes,json=maxMessageBytes,proto3" json:"max_message_bytes,omitempty"`

@@ -106,13 +106,14 @@ type ServerServiceClient interface {
 	GetServerInfo(ctx context.Context, in *GetServerInfoRequest, opts ...grpc.CallOption) (*GetServerInfoResponse, error)
 	// Gives the present load. Answers while the model loads, too.
 	GetLoad(ctx context.Context, in *GetLoadRequest, opts ...grpc.CallOption) (*GetLoadResponse, error)
-	// Lists the installed runners and why one cannot be used.
+	// Lists the installed runners and why one cannot be used. For administrators.
 	ListRunners(ctx context.Context, in *ListRunnersRequest, opts ...grpc.CallOption) (*ListRunnersResponse, error)
 	// Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
-	// caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+	// caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end. For
+	// administrators.
 	CaptureTrace(ctx context.Context, in *CaptureTraceRequest, opts ...grpc.CallOption) (*CaptureTraceResponse, error)
 	// Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
-	// that was computed before is found again.
+	// that was computed before is found again. For administrators.
 	ResetPrefixCache(ctx context.Context, in *ResetPrefixCacheRequest, opts ...grpc.CallOption) (*ResetPrefixCacheResponse, error)
 }
 
@@ -177,13 +178,14 @@ type ServerServiceServer interface {
 	GetServerInfo(context.Context, *GetServerInfoRequest) (*GetServerInfoResponse, error)
 	// Gives the present load. Answers while the model loads, too.
 	GetLoad(context.Context, *GetLoadRequest) (*GetLoadResponse, error)
-	// Lists the installed runners and why one cannot be used.
+	// Lists the installed runners and why one cannot be used. For administrators.
 	ListRunners(context.Context, *ListRunnersRequest) (*ListRunnersResponse, error)
 	// Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
-	// caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+	// caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end. For
+	// administrators.
 	CaptureTrace(context.Context, *CaptureTraceRequest) (*CaptureTraceResponse, error)
 	// Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
-	// that was computed before is found again.
+	// that was computed before is found again. For administrators.
 	ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error)
 	mustEmbedUnimplementedServerServiceServer()
 }

@@ -19,7 +19,7 @@ import java.util.function.UnaryOperator;
 
 /** A connection to a running server, and what the contract tests ask of it. */
 final class Server implements AutoCloseable {
-  static final int PATIENCE_SECONDS = 60;
+  static final int PATIENCE_SECONDS = 240;
 
   /** More tokens than any test waits for. */
   static final int LONG = 4000;
