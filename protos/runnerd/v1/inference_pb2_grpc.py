@@ -84,7 +84,8 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error.
+        """Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error. Request ids are
+        each tenant's own; an administrator ends the requests of all tenants that have the id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

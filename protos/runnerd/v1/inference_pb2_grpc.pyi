@@ -166,7 +166,9 @@ class InferenceServiceStub(typing.Generic[_InferenceServiceGenerateType, _Infere
     """Generates and streams the outputs as they grow. Cancel the call to stop early."""
 
     Abort: _InferenceServiceAbortType
-    """Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error."""
+    """Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error. Request ids are
+    each tenant's own; an administrator ends the requests of all tenants that have the id.
+    """
 
     Tokenize: _InferenceServiceTokenizeType
     """Gives the token ids of a prompt, exactly as Generate would see them."""
@@ -224,7 +226,9 @@ class InferenceServiceServicer(metaclass=abc.ABCMeta):
         request: runnerd.v1.inference_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> typing.Union[runnerd.v1.inference_pb2.AbortResponse, collections.abc.Awaitable[runnerd.v1.inference_pb2.AbortResponse]]:
-        """Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error."""
+        """Ends a live request; its own call ends with CANCELLED. Aborting one that is not live is no error. Request ids are
+        each tenant's own; an administrator ends the requests of all tenants that have the id.
+        """
 
     @abc.abstractmethod
     def Tokenize(

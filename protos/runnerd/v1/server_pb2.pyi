@@ -238,7 +238,7 @@ class GetServerInfoResponse(google.protobuf.message.Message):
     num_blocks: builtins.int
     """KV blocks."""
     last_error: builtins.str
-    """Last error of the engine; empty if there was none."""
+    """Last error of the engine; empty if there was none. Administrators are told what it was, others that there was one."""
     max_message_bytes: builtins.int
     """Largest request message, in bytes."""
     num_engine_restarts: builtins.int

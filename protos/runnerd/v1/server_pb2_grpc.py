@@ -157,7 +157,7 @@ class ServerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRunners(self, request, context):
-        """Lists the installed runners and why one cannot be used.
+        """Lists the installed runners and why one cannot be used. For administrators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -165,7 +165,8 @@ class ServerServiceServicer(object):
 
     def CaptureTrace(self, request, context):
         """Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
-        caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+        caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end. For
+        administrators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +174,7 @@ class ServerServiceServicer(object):
 
     def ResetPrefixCache(self, request, context):
         """Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
-        that was computed before is found again.
+        that was computed before is found again. For administrators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

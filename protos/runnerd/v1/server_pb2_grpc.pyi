@@ -221,16 +221,17 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
     """Gives the present load. Answers while the model loads, too."""
 
     ListRunners: _ServerServiceListRunnersType
-    """Lists the installed runners and why one cannot be used."""
+    """Lists the installed runners and why one cannot be used. For administrators."""
 
     CaptureTrace: _ServerServiceCaptureTraceType
     """Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
-    caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+    caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end. For
+    administrators.
     """
 
     ResetPrefixCache: _ServerServiceResetPrefixCacheType
     """Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
-    that was computed before is found again.
+    that was computed before is found again. For administrators.
     """
 
 ServerServiceAsyncStub: typing_extensions.TypeAlias = ServerServiceStub[
@@ -281,7 +282,7 @@ class ServerServiceServicer(metaclass=abc.ABCMeta):
         request: runnerd.v1.server_pb2.ListRunnersRequest,
         context: _ServicerContext,
     ) -> typing.Union[runnerd.v1.server_pb2.ListRunnersResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.ListRunnersResponse]]:
-        """Lists the installed runners and why one cannot be used."""
+        """Lists the installed runners and why one cannot be used. For administrators."""
 
     @abc.abstractmethod
     def CaptureTrace(
@@ -290,7 +291,8 @@ class ServerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[runnerd.v1.server_pb2.CaptureTraceResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.CaptureTraceResponse]]:
         """Records the engine's steps from now on and answers when the duration is over. RESOURCE_EXHAUSTED while another
-        caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end.
+        caller records. Costs the engine a few microseconds per step, and the time to write the recording at its end. For
+        administrators.
         """
 
     @abc.abstractmethod
@@ -300,7 +302,7 @@ class ServerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[runnerd.v1.server_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.ResetPrefixCacheResponse]]:
         """Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
-        that was computed before is found again.
+        that was computed before is found again. For administrators.
         """
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
