@@ -42,14 +42,19 @@ def test_overlap_reports_each_part_for_each_depth_and_batch(tmp_path: Path) -> N
     assert [title in printed for title in ("Idle device", "TPOT, simulated", "Host cost")] == [True, True, True]
 
 
-def test_frontend_reports_messages_tokens_and_cost_for_each_number_of_streams(tmp_path: Path) -> None:
-    arguments = ("--streams", "1", "2", "--tokens", "32", "--repetitions", "1")
+def test_frontend_reports_cost_for_each_pace_number_of_streams_and_server(tmp_path: Path) -> None:
+    arguments = ("--streams", "2", "--tokens", "32", "--repetitions", "1", "--quick")
     result, printed = run_benchmark("frontend", tmp_path, *arguments)
-    assert set(result["streams"]) == {"1", "2"}
-    for measured in result["streams"].values():
-        assert measured["messages_per_second"] > 0
-        assert measured["tokens_per_message"] >= 1
-    assert "| streams |" in printed
+    assert set(result["paces"]) == {"flat out", "50 tokens/s"}
+    for results in result["paces"].values():
+        assert set(results) == {"2"}
+        for both in results.values():
+            assert set(both) == {"runnerd", "bare grpc.aio"}
+            assert both["bare grpc.aio"]["tokens_per_message"] == 1
+            for measured in both.values():
+                assert measured["messages_per_second"] > 0
+                assert measured["late_ms_p99"] >= measured["late_ms_p50"] > 0
+    assert printed.count("| streams |") == 2
 
 
 @pytest.mark.slow
