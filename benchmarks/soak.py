@@ -127,8 +127,7 @@ async def soak(arguments: argparse.Namespace, server: Daemon, probe: Probe, righ
         _, before = await at_rest(client, probe, None)
         began = time.monotonic()
         end = began + arguments.seconds
-        # The last fifth goes undisturbed, so that an engine gets old enough to show how its memory goes.
-        times = sorted(began + arguments.seconds * source.uniform(0.03, 0.8) for _ in range(arguments.kills))
+        times = kill_times(source, began, 0.8 * arguments.seconds, arguments.kills)
         watchers = [
             asyncio.create_task(memory.sample(pid, began)),
             asyncio.create_task(outages.follow_health(server.address)),
@@ -136,11 +135,17 @@ async def soak(arguments: argparse.Namespace, server: Daemon, probe: Probe, righ
         ]
         world = World(server.address, relay, right, tally, arguments.step_seconds)
         users = [User(world, arguments.seed * 1_000_000 + number) for number in range(arguments.streams)]
-        await asyncio.gather(outages.kill(pid, times), *(user.run(end) for user in users))
+        working = asyncio.gather(outages.kill(pid, times), *(user.run(end) for user in users))
+        await asyncio.wait([working, *watchers], return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()
+        else:  # the daemon is gone: there is nothing to wait for
+            working.cancel()
+            await asyncio.gather(working, return_exceptions=True)
         seconds = time.monotonic() - began
         for watcher in watchers:
             if watcher.done():
-                tally.fail(f"a watcher ended: {watcher.exception()}")
+                raise SystemExit(f"the daemon cannot be watched any more: {watcher.exception()!r}")
             watcher.cancel()
         await asyncio.gather(*watchers, return_exceptions=True)
         await relay.close()
@@ -163,6 +168,15 @@ async def soak(arguments: argparse.Namespace, server: Daemon, probe: Probe, righ
         "held_after": after,
         "memory": {"front": _memory(memory.front), "engine": _memory(_last_life(memory.engine))},
     }
+
+
+def kill_times(source: random.Random, began: float, seconds: float, count: int) -> list[float]:
+    """Give a time in each of ``count`` equal parts; some follow each other closely.
+
+    The end of the run goes undisturbed, so that an engine gets old enough to show how its memory goes.
+    """
+    part = seconds / max(1, count)
+    return [began + part * (number + source.random()) for number in range(count)]
 
 
 def _last_life(samples: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -244,7 +258,9 @@ def main() -> int:
         log_path = folder / "log"
         with log_path.open("w") as log:
             with daemon(
-                "--runner", "sim", "--max-num-seqs", "256", "--engine-restart-backoff", "0.2",
+                "--runner", "sim", "--max-num-seqs", "256",
+                # Kills follow each other closely at times; when to give up is not the question here.
+                "--engine-restart-backoff", "0.2", "--max-engine-restarts", "20",
                 *(part for key, value in options.items() for part in ("--runner-option", f"{key}={value}")),
                 program=(str(Path(__file__).with_name("probe.py")), str(folder / "held")),
                 log=log,
