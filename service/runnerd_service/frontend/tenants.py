@@ -96,8 +96,8 @@ class Tenants:
 
     @property
     def num_held(self) -> int:
-        """Outputs that are held back from the engine."""
-        return sum(tenant.num_held for tenant in self._present.values())
+        """Outputs that are held back from the engine; may be asked from any thread."""
+        return sum(tenant.num_held for tenant in tuple(self._present.values()))
 
     def check_room(self, name: str, num_new: int, reported_waiting: int, num_prompt_tokens: int = 0) -> None:
         """Check that a tenant may have ``num_new`` more outputs; see :meth:`Occupancy.check_room`.
