@@ -37,7 +37,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def guided(serve) -> AsyncIterator[Any]:
     """A server that runs its steps one after the other."""
-    async with serve(engine=SYNCHRONOUS, options={"kv_shadow": "true"}) as live:
+    async with serve(engine=SYNCHRONOUS, options={"kv_shadow": "true"}, guide_timeout_seconds=120.0) as live:
         yield live
 
 
@@ -151,9 +151,9 @@ async def test_outputs_are_the_same_alone_in_a_batch_and_after_a_preemption(guid
 
 async def test_a_guided_stream_goes_on_after_its_engine_was_killed(guided, serve) -> None:
     requests = [{"guided_decoding": case.guide, "seed": 5, "max_tokens": 40, **case.options} for case in CASES.values()]
-    requests.append({"guided_decoding": GuidedDecoding(regex="[a-z]{60}"), "seed": 5, "ignore_eos": True})
+    requests.append({"guided_decoding": GuidedDecoding(regex="[a-z]{300}"), "seed": 5, "ignore_eos": True})
     whole = [(await output(guided, **one)).text for one in requests]
-    async with serve(engine=SYNCHRONOUS, options={"step_seconds": "0.02"}) as live:
+    async with serve(engine=SYNCHRONOUS, options={"step_seconds": "0.01"}) as live:
         streams = [live.client.stream("p", **one) for one in requests]
         texts = [""] * len(streams)
 
@@ -163,7 +163,9 @@ async def test_a_guided_stream_goes_on_after_its_engine_was_killed(guided, serve
                 if least and len(texts[index]) >= least:
                     return
 
-        await asyncio.gather(*(read(index, 2) for index in range(len(streams))))
+        started = await asyncio.gather(*(anext(stream) for stream in streams))
+        assert all(message.HasField("started") for message in started)
+        await read(len(streams) - 1, 2)  # the long one
         pid = live.frontend.engine_pid
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
