@@ -27,7 +27,7 @@ from runnerd_client import (
     UnavailableError,
 )
 from runnerd_service.cli.main import main
-from runnerd_service.config import SecurityConfig, ServerConfig
+from runnerd_service.config import SecurityConfig, ServerConfig, TenantConfig
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.rpc.access import FOR_EVERYBODY, FOR_USERS
@@ -51,6 +51,7 @@ FOR_ADMINISTRATORS = frozenset(
     {
         "/runnerd.v1.ServerService/ListRunners",
         "/runnerd.v1.ServerService/CaptureTrace",
+        "/runnerd.v1.ServerService/Drain",
         "/runnerd.v1.ServerService/ResetPrefixCache",
     }
 )
@@ -146,7 +147,10 @@ async def test_clients_have_to_show_a_certificate_and_are_known_by_it(serve, our
     assert "/runnerd.v1.ServerService/ResetPrefixCache by spiffe.example" in caplog.text
 
 
-async def test_a_server_without_its_files_does_not_begin() -> None:
+async def test_a_server_that_cannot_be_what_was_asked_for_does_not_begin() -> None:
+    config = ServerConfig(port=0, tenant=TenantConfig(max_running=1))
+    with pytest.raises(ConfigurationError, match="no call has a tenant"):
+        RpcServer(config, Frontend(config))
     for security in (SecurityConfig(tls_cert="none", tls_key="none"), SecurityConfig(auth_tokens="none")):
         config = ServerConfig(port=0, security=security)
         with pytest.raises(ConfigurationError, match="cannot read"):

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import trustme
 
-from runnerd_service.config import SecurityConfig, ServerConfig
+from runnerd_service.config import SecurityConfig, ServerConfig, TenantConfig
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.security.certificates import certificate_paths, load_certificates
-from runnerd_service.security.exposure import exposure_warnings
+from runnerd_service.security.exposure import check_tenants, exposure_warnings
 from runnerd_service.security.reloading import Reloading
 from runnerd_service.security.tokens import load_tokens
 
@@ -108,6 +108,10 @@ def test_files_of_tls_that_do_not_go_together_are_refused(tmp_path) -> None:
         (SecurityConfig(tls_key=a_key), "needs both"),
         (SecurityConfig(tls_client_ca=a), "needs --tls-cert"),
         (SecurityConfig(tls_cert=a, tls_key=a_key, tls_admins=("x",)), "--tls-client-ca"),
+        (
+            SecurityConfig(tls_cert=a, tls_key=a_key, tls_client_ca=a, tls_admins=("x",), auth_tokens=a),
+            "leave out --tls-admins",
+        ),
         (SecurityConfig(tls_cert=none, tls_key=a_key), "cannot read the certificate"),
         (SecurityConfig(tls_cert=a, tls_key=none), "cannot read the key"),
         (SecurityConfig(tls_cert=a, tls_key=b_key), "cannot be used"),
@@ -153,6 +157,19 @@ def test_a_link_that_is_set_to_another_file_is_followed(tmp_path) -> None:
     (tmp_path / "next").symlink_to("second")  # as Kubernetes exchanges a secret
     (tmp_path / "next").rename(link)
     assert value.get() == "second"
+
+
+def test_limits_of_tenants_without_tenants_are_refused() -> None:
+    limited = TenantConfig(max_waiting=1)
+    with pytest.raises(ConfigurationError, match="no call has a tenant"):
+        check_tenants(ServerConfig(tenant=limited))
+    for security in (
+        SecurityConfig(auth_tokens="a"),
+        SecurityConfig(tls_client_ca="a"),
+        SecurityConfig(tenant_metadata="a"),
+    ):
+        check_tenants(ServerConfig(tenant=limited, security=security))
+    check_tenants(ServerConfig())
 
 
 SAFE = SecurityConfig(tls_cert="a", tls_key="b", auth_tokens="c")

@@ -26,7 +26,7 @@ from runnerd_service.rpc.channelz import add_channelz
 from runnerd_service.rpc.interceptor import HandlerInterceptor
 from runnerd_service.rpc.servicers import InferenceServicer, ModelServicer, ServerServicer
 from runnerd_service.rpc.tls import server_credentials
-from runnerd_service.security.exposure import exposure_warnings
+from runnerd_service.security.exposure import check_tenants, exposure_warnings
 from runnerd_service.telemetry.tracing import NoTracer, RequestTracer
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ class RpcServer:
     """
 
     def __init__(self, config: ServerConfig, frontend: Frontend, tracer: RequestTracer | None = None) -> None:
+        check_tenants(config)
         self._config = config
         self._frontend = frontend
         self._server = grpc.aio.server(

@@ -37,6 +37,8 @@ def certificate_paths(config: SecurityConfig) -> tuple[Path, ...]:
         raise ConfigurationError("--tls-client-ca needs --tls-cert and --tls-key")
     if config.tls_admins and config.tls_client_ca is None:
         raise ConfigurationError("--tls-admins names clients by their certificates; give --tls-client-ca, too")
+    if config.tls_admins and config.auth_tokens is not None:
+        raise ConfigurationError("with --auth-tokens a token says who may administrate; leave out --tls-admins")
     return tuple(Path(one) for one in (config.tls_cert, config.tls_key, config.tls_client_ca) if one is not None)
 
 

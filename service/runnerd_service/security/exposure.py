@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ipaddress import ip_address
 
-from runnerd_service.config import ServerConfig
+from runnerd_service.config import ServerConfig, TenantConfig
+from runnerd_service.errors import ConfigurationError
 
 
 def is_loopback(host: str) -> bool:
@@ -13,6 +14,20 @@ def is_loopback(host: str) -> bool:
         return ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
         return host.lower() == "localhost"
+
+
+def check_tenants(config: ServerConfig) -> None:
+    """Check that limits of tenants can limit somebody.
+
+    Raises:
+        ConfigurationError: No call can have a tenant.
+    """
+    security = config.security
+    if config.tenant != TenantConfig() and not (security.authenticates or security.tenant_metadata):
+        raise ConfigurationError(
+            "there are limits of tenants, but no call has a tenant; set --auth-tokens, --tls-client-ca or "
+            "--tenant-metadata, or leave out --tenant-max-…"
+        )
 
 
 def exposure_warnings(config: ServerConfig) -> tuple[str, ...]:
