@@ -133,4 +133,4 @@ def test_each_method_that_is_named_exists() -> None:
     }
     assert set(RETRIED_METHODS) <= existing
     left = {method for _, method in existing - set(RETRIED_METHODS)}
-    assert left == {"Generate", "CaptureTrace", "ResetPrefixCache"}
+    assert left == {"Generate", "CaptureTrace", "Drain", "ResetPrefixCache"}

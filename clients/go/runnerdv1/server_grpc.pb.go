@@ -115,6 +115,9 @@ type ServerServiceClient interface {
 	// Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
 	// that was computed before is found again. For administrators.
 	ResetPrefixCache(ctx context.Context, in *ResetPrefixCacheRequest, opts ...grpc.CallOption) (*ResetPrefixCacheResponse, error)
+	// Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
+	// when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error)
 }
 
 type serverServiceClient struct {
@@ -170,6 +173,15 @@ func (c *serverServiceClient) ResetPrefixCache(ctx context.Context, in *ResetPre
 	return out, nil
 }
 
+func (c *serverServiceClient) Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error) {
+	out := new(DrainResponse)
+	err := c.cc.Invoke(ctx, "/runnerd.v1.ServerService/Drain", in, out, opts...)
+	if err != nil {
+		return nil, err
+	}
+	return out, nil
+}
+
 // ServerServiceServer is the server API for ServerService service.
 // All implementations must embed UnimplementedServerServiceServer
 // for forward compatibility
@@ -187,6 +199,9 @@ type ServerServiceServer interface {
 	// Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
 	// that was computed before is found again. For administrators.
 	ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error)
+	// Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
+	// when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+	Drain(context.Context, *DrainRequest) (*DrainResponse, error)
 	mustEmbedUnimplementedServerServiceServer()
 }
 
@@ -208,6 +223,9 @@ func (UnimplementedServerServiceServer) CaptureTrace(context.Context, *CaptureTr
 }
 func (UnimplementedServerServiceServer) ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error) {
 	return nil, status.Errorf(codes.Unimplemented, "method ResetPrefixCache not implemented")
+}
+func (UnimplementedServerServiceServer) Drain(context.Context, *DrainRequest) (*DrainResponse, error) {
+	return nil, status.Errorf(codes.Unimplemented, "method Drain not implemented")
 }
 func (UnimplementedServerServiceServer) mustEmbedUnimplementedServerServiceServer() {}
 
@@ -312,6 +330,24 @@ func _ServerService_ResetPrefixCache_Handler(srv interface{}, ctx context.Contex
 	return interceptor(ctx, in, info, handler)
 }
 
+func _ServerService_Drain_Handler(srv interface{}, ctx context.Context, dec func(interface{}) error, interceptor grpc.UnaryServerInterceptor) (interface{}, error) {
+	in := new(DrainRequest)
+	if err := dec(in); err != nil {
+		return nil, err
+	}
+	if interceptor == nil {
+		return srv.(ServerServiceServer).Drain(ctx, in)
+	}
+	info := &grpc.UnaryServerInfo{
+		Server:     srv,
+		FullMethod: "/runnerd.v1.ServerService/Drain",
+	}
+	handler := func(ctx context.Context, req interface{}) (interface{}, error) {
+		return srv.(ServerServiceServer).Drain(ctx, req.(*DrainRequest))
+	}
+	return interceptor(ctx, in, info, handler)
+}
+
 var _ServerService_serviceDesc = grpc.ServiceDesc{
 	ServiceName: "runnerd.v1.ServerService",
 	HandlerType: (*ServerServiceServer)(nil),
@@ -335,6 +371,10 @@ var _ServerService_serviceDesc = grpc.ServiceDesc{
 		{
 			MethodName: "ResetPrefixCache",
 			Handler:    _ServerService_ResetPrefixCache_Handler,
+		},
+		{
+			MethodName: "Drain",
+			Handler:    _ServerService_Drain_Handler,
 		},
 	},
 	Streams:  []grpc.StreamDesc{},

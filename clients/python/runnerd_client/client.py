@@ -176,6 +176,16 @@ class Client:
         request = server_pb2.ResetPrefixCacheRequest()
         return self._call(self._server.ResetPrefixCache, request, timeout).num_blocks
 
+    def drain(self, seconds: float | None = None, *, timeout: float | None = None) -> bool:
+        """Let the server refuse new requests and wait for the live ones; gives whether all ended by themselves.
+
+        Args:
+            seconds: Live requests that take longer are ended; None means the server's default.
+            timeout: Of the call; it is to be longer than that.
+        """
+        request = server_pb2.DrainRequest(timeout=None if seconds is None else duration(seconds))
+        return self._call(self._server.Drain, request, timeout).completed
+
     def _call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None
     ) -> _Response:

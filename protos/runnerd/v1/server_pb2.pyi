@@ -85,6 +85,46 @@ SERVER_STATE_RECOVERING: ServerState.ValueType  # 5
 Global___ServerState: typing_extensions.TypeAlias = ServerState
 
 @typing.final
+class DrainRequest(google.protobuf.message.Message):
+    """How to drain."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TIMEOUT_FIELD_NUMBER: builtins.int
+    @property
+    def timeout(self) -> google.protobuf.duration_pb2.Duration:
+        """Live requests that take longer are ended with UNAVAILABLE. Default: the server's --drain-seconds. Not negative."""
+
+    def __init__(
+        self,
+        *,
+        timeout: google.protobuf.duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_timeout", b"_timeout", "timeout", b"timeout"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_timeout", b"_timeout", "timeout", b"timeout"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_timeout", b"_timeout"]) -> typing.Literal["timeout"] | None: ...
+
+Global___DrainRequest: typing_extensions.TypeAlias = DrainRequest
+
+@typing.final
+class DrainResponse(google.protobuf.message.Message):
+    """The server is drained."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COMPLETED_FIELD_NUMBER: builtins.int
+    completed: builtins.bool
+    """Whether all live requests ended by themselves."""
+    def __init__(
+        self,
+        *,
+        completed: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completed", b"completed"]) -> None: ...
+
+Global___DrainResponse: typing_extensions.TypeAlias = DrainResponse
+
+@typing.final
 class GetModelInfoRequest(google.protobuf.message.Message):
     """No fields."""
 

@@ -136,6 +136,11 @@ class ServerServiceStub(object):
                 request_serializer=runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheRequest.SerializeToString,
                 response_deserializer=runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheResponse.FromString,
                 _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/runnerd.v1.ServerService/Drain',
+                request_serializer=runnerd_dot_v1_dot_server__pb2.DrainRequest.SerializeToString,
+                response_deserializer=runnerd_dot_v1_dot_server__pb2.DrainResponse.FromString,
+                _registered_method=True)
 
 
 class ServerServiceServicer(object):
@@ -180,6 +185,14 @@ class ServerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Drain(self, request, context):
+        """Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
+        when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ServerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -207,6 +220,11 @@ def add_ServerServiceServicer_to_server(servicer, server):
                     servicer.ResetPrefixCache,
                     request_deserializer=runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheRequest.FromString,
                     response_serializer=runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=runnerd_dot_v1_dot_server__pb2.DrainRequest.FromString,
+                    response_serializer=runnerd_dot_v1_dot_server__pb2.DrainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -345,6 +363,33 @@ class ServerService(object):
             '/runnerd.v1.ServerService/ResetPrefixCache',
             runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheRequest.SerializeToString,
             runnerd_dot_v1_dot_server__pb2.ResetPrefixCacheResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/runnerd.v1.ServerService/Drain',
+            runnerd_dot_v1_dot_server__pb2.DrainRequest.SerializeToString,
+            runnerd_dot_v1_dot_server__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -163,7 +163,23 @@ _ServerServiceResetPrefixCacheType = typing_extensions.TypeVar(
     ],
 )
 
-class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerServiceGetLoadType, _ServerServiceListRunnersType, _ServerServiceCaptureTraceType, _ServerServiceResetPrefixCacheType]):
+_ServerServiceDrainType = typing_extensions.TypeVar(
+    '_ServerServiceDrainType',
+    grpc.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.DrainRequest,
+        runnerd.v1.server_pb2.DrainResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.DrainRequest,
+        runnerd.v1.server_pb2.DrainResponse,
+    ],
+    default=grpc.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.DrainRequest,
+        runnerd.v1.server_pb2.DrainResponse,
+    ],
+)
+
+class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerServiceGetLoadType, _ServerServiceListRunnersType, _ServerServiceCaptureTraceType, _ServerServiceResetPrefixCacheType, _ServerServiceDrainType]):
     """The server."""
 
     @typing.overload
@@ -187,6 +203,10 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
         grpc.UnaryUnaryMultiCallable[
             runnerd.v1.server_pb2.ResetPrefixCacheRequest,
             runnerd.v1.server_pb2.ResetPrefixCacheResponse,
+        ],
+        grpc.UnaryUnaryMultiCallable[
+            runnerd.v1.server_pb2.DrainRequest,
+            runnerd.v1.server_pb2.DrainResponse,
         ],
     ], channel: grpc.Channel) -> None: ...
 
@@ -212,6 +232,10 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
             runnerd.v1.server_pb2.ResetPrefixCacheRequest,
             runnerd.v1.server_pb2.ResetPrefixCacheResponse,
         ],
+        grpc.aio.UnaryUnaryMultiCallable[
+            runnerd.v1.server_pb2.DrainRequest,
+            runnerd.v1.server_pb2.DrainResponse,
+        ],
     ], channel: grpc.aio.Channel) -> None: ...
 
     GetServerInfo: _ServerServiceGetServerInfoType
@@ -234,6 +258,11 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
     that was computed before is found again. For administrators.
     """
 
+    Drain: _ServerServiceDrainType
+    """Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
+    when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+    """
+
 ServerServiceAsyncStub: typing_extensions.TypeAlias = ServerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         runnerd.v1.server_pb2.GetServerInfoRequest,
@@ -254,6 +283,10 @@ ServerServiceAsyncStub: typing_extensions.TypeAlias = ServerServiceStub[
     grpc.aio.UnaryUnaryMultiCallable[
         runnerd.v1.server_pb2.ResetPrefixCacheRequest,
         runnerd.v1.server_pb2.ResetPrefixCacheResponse,
+    ],
+    grpc.aio.UnaryUnaryMultiCallable[
+        runnerd.v1.server_pb2.DrainRequest,
+        runnerd.v1.server_pb2.DrainResponse,
     ],
 ]
 
@@ -303,6 +336,16 @@ class ServerServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[runnerd.v1.server_pb2.ResetPrefixCacheResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.ResetPrefixCacheResponse]]:
         """Forgets all cached prefixes, of all salts. Safe while requests run: they keep their KV blocks and go on; nothing
         that was computed before is found again. For administrators.
+        """
+
+    @abc.abstractmethod
+    def Drain(
+        self,
+        request: runnerd.v1.server_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[runnerd.v1.server_pb2.DrainResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.DrainResponse]]:
+        """Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
+        when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
         """
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -217,3 +217,11 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
     ) -> server_pb2.ResetPrefixCacheResponse:
         """Forget the cached prefixes."""
         return server_pb2.ResetPrefixCacheResponse(num_blocks=await self._frontend.reset_prefix_cache())
+
+    async def Drain(self, request: server_pb2.DrainRequest, context: _Context) -> server_pb2.DrainResponse:
+        """Refuse new requests and wait for the live ones."""
+        seconds = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else self._config.drain_seconds
+        if seconds < 0:
+            raise InvalidRequest(FieldViolation("timeout", f"got {seconds:g} s, expected 0 or more"))
+        logger.warning("draining by an administrator's call: live requests have %g s to finish", seconds)
+        return server_pb2.DrainResponse(completed=await self._frontend.drain(seconds))
