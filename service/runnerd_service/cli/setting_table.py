@@ -140,7 +140,7 @@ SETTINGS: tuple[Setting, ...] = (
         "guide-timeout",
         "server",
         seconds,
-        "a guide that takes longer to compile is refused",
+        "a guide that takes longer to compile is refused; 0: it may take any time",
         "SECONDS",
         "guide_timeout_seconds",
     ),
