@@ -17,6 +17,7 @@ from runnerd.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 from runnerd_client.errors import (
     DeadlineError,
     InvalidRequestError,
+    OverloadedError,
     RequestCancelledError,
     RunnerdError,
     UnavailableError,
@@ -199,6 +200,8 @@ class User:
             await self._follow(self._open(reference, self._channel, seconds), comparison)
         except DeadlineError:
             return "deadline"
+        except OverloadedError:  # it could not have been met
+            return "refused early"
         comparison.check_whole()
         return "whole"
 

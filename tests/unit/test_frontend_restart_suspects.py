@@ -72,26 +72,28 @@ def all_advance(suspects: Suspects, group: Sequence[OngoingRequest]) -> None:
         suspects.note_progress(owner)
 
 
-def test_hundreds_of_suspects_take_a_few_trials() -> None:
+@pytest.mark.parametrize(("from_outside", "expected"), [(False, [1, 2, 4, 8, 16, 32, 64, 128, 45]), (True, [150, 150])])
+def test_hundreds_of_suspects_take_a_few_trials(from_outside: bool, expected: list[int]) -> None:
     suspects, outputs = Suspects(), [output(uid) for uid in range(300)]
     for _ in range(2):
-        suspects.note_crash(outputs, from_outside=True)
+        suspects.note_crash(outputs, from_outside=from_outside)
 
     sizes, seen = [], []
     while group := suspects.to_try(outputs):
         sizes.append(len(group))
         seen += numbers(group)
         all_advance(suspects, group)
-    assert sizes == [1, 2, 4, 8, 16, 32, 64, 128, 45]
+    assert sizes == expected
     assert seen == list(range(299, -1, -1))
     assert suspects.to_blame(outputs, engine_is_sound=True) == []
 
 
-@pytest.mark.parametrize("poison", [{0}, {17}, {98}, {99}, {3, 60}, {20, 21, 22}], ids=str)
-def test_an_engine_dies_a_few_times_until_a_poisonous_request_among_many_is_found(poison: set[int]) -> None:
+@pytest.mark.parametrize("kills", [False, True], ids=["crashes", "exhausts memory"])
+@pytest.mark.parametrize("poison", [{0}, {17}, {98}, {99}, {3, 60}], ids=str)
+def test_an_engine_dies_a_few_times_until_a_poisonous_request_among_many_is_found(poison: set, kills: bool) -> None:
     suspects, outputs = Suspects(), [output(uid) for uid in range(100)]
     budget, left, found = RestartBudget(5, 1.0), poison, set()
-    suspects.note_crash(outputs, from_outside=False)
+    suspects.note_crash(outputs, from_outside=kills)
     assert budget.note_failure() is not None
     for _ in range(100):
         runs = suspects.to_try(outputs) or tuple(one.owner for one in outputs if not is_accused(one.owner))
@@ -100,7 +102,7 @@ def test_an_engine_dies_a_few_times_until_a_poisonous_request_among_many_is_foun
             budget.note_progress()
         else:
             crashed = [one for one in outputs if one.owner in runs]
-            suspects.note_crash(crashed, from_outside=False)
+            suspects.note_crash(crashed, from_outside=kills)
             assert budget.note_failure() is not None, "the server gave up"
         blamed = set(numbers(suspects.to_blame(outputs, engine_is_sound=left.isdisjoint(numbers(runs)))))
         found, left = found | blamed, left - blamed

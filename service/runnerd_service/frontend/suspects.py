@@ -2,11 +2,12 @@
 
 Who was at work in an engine that died is under suspicion, until it has got further than it was then. Those who were
 there twice are tried, the newest alone, then twice as many of the next newest each time: with hundreds of them one by
-one would take minutes. A group that an engine dies of is halved, and its halves are tried when the other groups were:
-those get further meanwhile, so the restarts do not count as in vain. If an engine dies of one request alone, it is set
-aside and the others go on together; the first of them that gets further shows that engine and device are sound, so it
-was the request. If none does, the engine is at fault, and nobody is blamed. A process that is killed from outside says
-little: it takes more of that.
+one would take minutes. After a kill from outside, of which most likely none of them is the cause, two halves are tried.
+A group that an engine dies of is halved, and its halves are tried when the other groups were: those get further
+meanwhile, so the restarts do not count as in vain. If an engine dies of one request alone, it is set aside and the
+others go on together; the first of them that gets further shows that engine and device are sound, so it was the
+request. If none does, the engine is at fault, and nobody is blamed. A process that is killed from outside says little:
+it takes more of that.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Suspects:
         """Suspects to be tried group by group, each newest first."""
         self._tried: list[OngoingRequest] = []
         """The group that is tried now."""
+        self._from_outside = False
+        """Whether the latest engine was killed by somebody."""
 
     def note_crash(self, at_work: Sequence[OngoingOutput], *, from_outside: bool) -> None:
         """Note that an engine died.
@@ -45,6 +48,7 @@ class Suspects:
             output.set_mark()
         for owner in owners:
             owner.num_crashes += 1
+        self._from_outside = from_outside
         self._tries_the_others = False
         if len(owners) == 1:
             owners[0].solo_evidence += _OF_OUTSIDE_KILL if from_outside else _OF_CRASH
@@ -60,7 +64,9 @@ class Suspects:
         present = set(suspects)
         self._groups = deque(filter(None, ([one for one in group if one in present] for group in self._groups)))
         known = {one for group in self._groups for one in group}
-        self._groups.extend(_doubling([one for one in suspects if one not in known]))
+        new = [one for one in suspects if one not in known]
+        # Most likely none of them is to blame for a kill from outside: the fewer trials, the sooner all go on.
+        self._groups.extend(_halves(new) if self._from_outside else _doubling(new))
         if self._groups:
             self._tried = self._groups[0]
         return tuple(self._tried)
@@ -90,9 +96,7 @@ class Suspects:
         if not self._tried:
             return
         self._groups.popleft()
-        left = [one for one in self._tried if one.num_crashes >= _MANY_CRASHES]
-        half = len(left) // 2
-        self._groups.extend(filter(None, (left[:half], left[half:])))
+        self._groups.extend(_halves([one for one in self._tried if one.num_crashes >= _MANY_CRASHES]))
         self._tried = []
 
 
@@ -116,6 +120,11 @@ def at_work(ongoing: Iterable[OngoingOutput], max_num_seqs: int) -> list[Ongoing
 
 def _owners(outputs: Iterable[OngoingOutput]) -> list[OngoingRequest]:
     return list(dict.fromkeys(output.owner for output in outputs))
+
+
+def _halves(suspects: Sequence[OngoingRequest]) -> list[list[OngoingRequest]]:
+    half = len(suspects) // 2
+    return [list(part) for part in (suspects[:half], suspects[half:]) if part]
 
 
 def _doubling(suspects: Sequence[OngoingRequest]) -> list[list[OngoingRequest]]:
