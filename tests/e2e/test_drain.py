@@ -22,6 +22,7 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+# G35
 async def test_drain_refuses_new_requests_and_lets_live_ones_finish(serve) -> None:
     async with (
         serve(options={"step_seconds": "0.02"}) as live,

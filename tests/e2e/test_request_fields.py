@@ -203,6 +203,7 @@ async def answer(generate: Call, message: GenerateRequest) -> list[str]:
     return [str(response)]
 
 
+# G37
 @pytest.mark.parametrize("path", FIELDS)
 async def test_a_field_changes_the_answer_or_is_refused_by_its_name(generate, path: str) -> None:
     if path in TESTED_ALONE:

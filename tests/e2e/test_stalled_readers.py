@@ -39,6 +39,7 @@ async def read_into(ids: list[int], call) -> None:
             ids += [token.id for token in message.output.tokens]
 
 
+# G30
 async def test_a_reader_that_stalls_for_too_long_is_ended_and_told_why(serve, eventually) -> None:
     async with serve(stall_timeout_seconds=0.5) as live, narrow_channel(live.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
