@@ -179,7 +179,7 @@ RULES: tuple[Rule, ...] = (
         "C4",
         "A row with a mask chooses among the tokens that it allows, before all else; no other row is touched",
         "Set the other tokens' logits to minus infinity before penalties and bias, or declare guided_decoding `no`.",
-        (*_STEPS, "S1", "S2", "S5"),
+        (*_STEPS, "S1", "S2", "S5", "S6"),
     ),
     Rule(
         "T1",
