@@ -253,7 +253,8 @@ async def test_a_lower_priority_value_runs_first(serve) -> None:
         order: list[str] = []
 
         async def run(name: str, priority: int) -> None:
-            stream = live.client.stream(name, max_tokens=20, ignore_eos=True, priority=priority)
+            num_tokens = 200 if name == "running" else 20  # the others have to come before it ends
+            stream = live.client.stream(name, max_tokens=num_tokens, ignore_eos=True, priority=priority)
             await anext(stream)
             accepted.set()
             async for message in stream:
