@@ -226,7 +226,7 @@ def test_the_log_names_requests_and_holds_no_text(daemon) -> None:
     server.terminate()
     assert server.wait() == 0
     assert "request req-1 finished: 15 prompt tokens, 4 output tokens" in server.log()
-    assert "request req-2 InvalidRequest" in server.log()
+    assert "request req-2 invalid_request: 0 prompt tokens" in server.log()
     assert "secret" not in server.log()
 
 
