@@ -187,8 +187,9 @@ async def test_held_requests_end_with_a_status_when_there_will_be_no_engine(serv
     tenant, options = TenantConfig(max_running=1), {"step_seconds": "0.01"}
     config = {"security": BY_METADATA, "tenant": tenant, "max_engine_restarts": 0}
     async with serve(options=options, **config) as live, Callers(live) as callers:
-        streams = [callers["a"].stream("x", **LONG) for _ in range(3)]
-        await begun(streams[0])
+        streams = [callers["a"].stream("x", **LONG)]
+        await begun(streams[0])  # it is the one that runs
+        streams += [callers["a"].stream("x", **LONG) for _ in range(2)]
         for stream in streams[1:]:
             await started(stream)
         os.kill(live.frontend.engine_pid, signal.SIGKILL)
