@@ -18,15 +18,14 @@ class AdaptiveDepth:
 
     Args:
         most: Steps in flight when they overlap; where it begins.
-        host_ns: Time that the engine's thread has computed before the first step.
     """
 
-    def __init__(self, most: int, host_ns: int = 0) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
         self._depth = most
         self._num_steps = 0
         self._device_ns = 0
-        self._host_ns = host_ns
+        self._host_ns = 0
 
     @property
     def depth(self) -> int:
@@ -38,7 +37,7 @@ class AdaptiveDepth:
 
         Args:
             device_ns: Time that the device has computed, since the start.
-            host_ns: Time that the engine's thread has computed, since the same moment as the time it began with.
+            host_ns: Processor time that the host has spent on steps, since the start.
         """
         self._num_steps += 1
         if self._num_steps % _WINDOW_STEPS:

@@ -94,7 +94,8 @@ class Engine:
         self._immediate: list[RequestOutput] = []
         self._adaptive: AdaptiveDepth | None = None
         if limits.adaptive_depth:
-            self._adaptive = AdaptiveDepth(limits.max_in_flight, time.thread_time_ns())
+            self._adaptive = AdaptiveDepth(limits.max_in_flight)
+        self._host_ns = 0
         self._guides: GuidedRequests | None = None
         self._num_arrivals = 0
         self._ageing_ns = round(limits.priority_ageing_seconds * 1e9)
@@ -164,6 +165,8 @@ class Engine:
         Raises:
             EngineDead: The runner failed fatally or refused a plan.
         """
+        # Processor time: where device and host share cores, elapsed time holds the waits for a core, too.
+        begin_ns = time.thread_time_ns()
         outputs, self._immediate = self._immediate, []
         self.timeline.enter("schedule")
         if self._num_compiling:
@@ -186,6 +189,7 @@ class Engine:
                     self._guides.forget(output.uid)
         self.timeline.note_work(waits=self._scheduler.has_runnable)
         self.timeline.enter("send")
+        self._host_ns += time.thread_time_ns() - begin_ns
         return outputs
 
     def load(self) -> Load:
@@ -298,8 +302,7 @@ class Engine:
         self._num_graph_misses += timeline.graph == "missed"
         self.timeline.settled(launched.mark, timeline)
         if self._adaptive is not None:
-            # Processor time: where device and host share cores, elapsed time holds the waits for a core, too.
-            self._adaptive.settled(self.timeline.device_busy_ns, time.thread_time_ns())
+            self._adaptive.settled(self.timeline.device_busy_ns, self._host_ns)
 
     def _rejection(self, message: AddRequest) -> str:
         """Say why a request can never be served; empty when it can."""
