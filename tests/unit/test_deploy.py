@@ -188,6 +188,15 @@ def test_flags_that_the_docs_name_exist(page: str) -> None:
     text = (DEPLOY.parent / "docs" / page).read_text()
     known = {f"--{setting.name}" for setting in SETTINGS} | {f"--no-{setting.name}" for setting in SETTINGS}
     known |= {"--config", "--runner-option"}
-    others = {"--pid", "--user", "--check", "--build-arg", "--seconds", "--now", "--rm"}  # of other commands
+    others = {
+        "--pid",
+        "--user",
+        "--check",
+        "--build-arg",
+        "--seconds",
+        "--now",
+        "--rm",
+        "--step-seconds",
+    }  # of other commands
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - others:
         assert flag in known, f"{flag} in {page}"
