@@ -9,13 +9,13 @@ from runnerd_spi import InvalidOption, RunnerConfig
 T = TypeVar("T")
 
 
-def chosen(runner: str, config: RunnerConfig, name: str, choices: tuple[T, ...]) -> T:
-    """Give the value of option ``name``, "auto" where it was not given.
+def chosen(runner: str, config: RunnerConfig, name: str, choices: tuple[T, ...], default: str = "auto") -> T:
+    """Give the value of option ``name``, ``default`` where it was not given.
 
     Raises:
         InvalidOption: It is none of ``choices``.
     """
-    asked = config.options.get(name, "auto")
+    asked = config.options.get(name, default)
     for choice in choices:
         if choice == asked:
             return choice

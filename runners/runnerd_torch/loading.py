@@ -22,6 +22,7 @@ import torch
 import transformers
 from transformers.utils import logging as transformers_logging
 
+from runnerd_torch.decoder import DecoderBuilder, NativeDecoder
 from runnerd_torch.devices.base import Device
 from runnerd_torch.fused import FusedModel, can_fuse
 from runnerd_torch.gguf_reading import quick_gguf_reading
@@ -38,7 +39,7 @@ from runnerd_torch.linear import LinearFactory
 from runnerd_torch.memory import ModelShape
 from runnerd_torch.models import ATTENTION_NAME, PagedModel, TransformersModel, register_attention
 
-ModelImpl = Literal["auto", "transformers", "fused"]
+ModelImpl = Literal["auto", "transformers", "fused", "native"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _WHAT_IS_A_MODEL = "expected a directory with config.json and *.safetensors, or a .gguf file"
@@ -60,6 +61,7 @@ def load_model(
     model_impl: ModelImpl,
     make_linear: LinearFactory,
     layer_ops: LayerOps,
+    decoders: DecoderBuilder | None = None,
 ) -> LoadedModel:
     """Read the weights and put them on the device.
 
@@ -70,6 +72,7 @@ def load_model(
         model_impl: Whose forward to run; "auto" takes the fused one where there is one.
         make_linear: Makes the projections of the fused one.
         layer_ops: What the fused one does between them.
+        decoders: Makes native decoders, which come before the fused one; None: there are none.
 
     Raises:
         ModelLoadError: The model cannot be read or served; the message says why and what to do.
@@ -82,7 +85,7 @@ def load_model(
         refuse_architecture(path.name, settings)
         refuse_quantization(path.name, settings)
         max_model_len = model_length(path.name, settings, config.max_model_len)
-        dtype = _choose_dtype(config.dtype, None if path.is_file() else settings.dtype, device)
+        dtype = _choose_dtype(config.dtype, None if path.is_file() else settings.dtype, device, decoders)
         network = _call(path, "weights", lambda: _read_weights(path, config, settings, dtype), quantization(settings))
     _check_room(path, network, device)
     network = network.to(device.torch_device).eval().requires_grad_(False)
@@ -90,7 +93,11 @@ def load_model(
     num_parameters = sum(one.numel() for one in parameters)
     weights_bytes = _num_bytes(network)
     del parameters
-    paged = _call(path, "model", lambda: _build_model(path, network, model_impl, make_linear, layer_ops, max_model_len))
+    paged = _call(
+        path, "model", lambda: _build_model(path, network, model_impl, make_linear, layer_ops, decoders, max_model_len)
+    )
+    if isinstance(paged, NativeDecoder):
+        weights_bytes = paged.weights_bytes
     info = ModelInfo(
         name=path.stem if path.is_file() else path.name,
         architecture=type(network).__name__,
@@ -120,6 +127,7 @@ def _build_model(
     model_impl: ModelImpl,
     make_linear: LinearFactory,
     layer_ops: LayerOps,
+    decoders: DecoderBuilder | None,
     max_model_len: int,
 ) -> PagedModel:
     probed = TransformersModel(network)
@@ -128,8 +136,13 @@ def _build_model(
         raise ModelLoadError(
             f"{path}: model_impl fused does not serve this {type(network).__name__}; choose auto or transformers"
         )
+    if not fusible and decoders is not None:
+        decoders.refuse(path.name, type(network).__name__)
     if not fusible or model_impl == "transformers":
         return probed
+    decoder = None if decoders is None else decoders.build(path.name, network, probed)
+    if decoder is not None:
+        return decoder
     return FusedModel(network, probed, make_linear, layer_ops, max_model_len)
 
 
@@ -223,7 +236,16 @@ def _source(path: Path, config: RunnerConfig) -> dict[str, Any]:
     return where | {"local_files_only": True, "trust_remote_code": config.trust_remote_code}
 
 
-def _choose_dtype(asked: str, checkpoint: torch.dtype | None, device: Device) -> torch.dtype:
+def _choose_dtype(
+    asked: str, checkpoint: torch.dtype | None, device: Device, decoders: DecoderBuilder | None
+) -> torch.dtype:
+    if decoders is not None and decoders.quantization != "none":
+        if asked not in ("auto", "bfloat16"):
+            raise ModelLoadError(
+                f"dtype {asked!r} with quantization {decoders.quantization}: what is not quantized is bfloat16; "
+                "choose --dtype auto or bfloat16"
+            )
+        return torch.bfloat16
     if asked == "auto":
         return device.preferred_dtype(checkpoint)
     if asked not in _DTYPES:

@@ -67,7 +67,15 @@ CPU = RunnerPlugin(
         RunnerOption("num_threads", int, 0, "threads of one operation; 0 takes the cores this process may use"),
         RunnerOption("attention", str, "auto", "paged attention kernel: auto, torch or native (compiled C++)"),
         RunnerOption("linear", str, "auto", "matrix products of fused models: auto, torch or native (compiled C++)"),
-        RunnerOption("model_impl", str, "auto", "model code: auto, transformers or fused (Llama-like models only)"),
+        RunnerOption(
+            "model_impl",
+            str,
+            "auto",
+            "model code: auto, transformers, fused or native (both for Llama-like models; native is compiled C++)",
+        ),
+        RunnerOption(
+            "quantization", str, "none", "weights of the native decoder: none or int8 (half the bytes of bfloat16)"
+        ),
         ALLOW_PICKLE,
     ),
     check=_check_cpu,

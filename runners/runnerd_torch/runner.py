@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from runnerd_spi import KVBudget, LifecycleError, ModelInfo, Progress, RunnerConfig, StepPlan
 from runnerd_torch.attention import PagedAttention
+from runnerd_torch.decoder import DecoderBuilder
 from runnerd_torch.devices.base import Device
 from runnerd_torch.graphs import GraphSupport
 from runnerd_torch.handle import TorchStepHandle
@@ -44,6 +45,7 @@ class TorchModelRunner:
         fit_attention: Gives the attention for the loaded model: the built one, or another, or refuses the model.
         graphs: How steps are captured; None: they are not.
         truncate: The chip's own top-k and top-p; None: exact ones.
+        decoders: Makes native decoders of the models they serve; None: there are none.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class TorchModelRunner:
         fit_attention: Callable[[PagedAttention, LoadedModel], PagedAttention] | None = None,
         graphs: GraphSupport | None = None,
         truncate: Truncate | None = None,
+        decoders: DecoderBuilder | None = None,
     ) -> None:
         self._config = config
         self._device = device
@@ -69,6 +72,7 @@ class TorchModelRunner:
         self._fit_attention = fit_attention
         self._graphs = graphs
         self._truncate = truncate
+        self._decoders = decoders
         self._progress: Progress = _no_progress
         self._next_call = "load"
         self._closed = False
@@ -87,12 +91,17 @@ class TorchModelRunner:
         self._require("load")
         self._progress = progress
         self._free_bytes_before_load = self._device.memory().free_bytes
-        progress("preparing kernels", 0, 2)
+        progress("preparing kernels", 0, 3)
         self._attention = self._build_attention()
-        progress("preparing kernels", 1, 2)
+        progress("preparing kernels", 1, 3)
         make_linear = self._build_linear()
-        progress("preparing kernels", 2, 2)
-        self._loaded = load_model(self._config, self._device, progress, self._model_impl, make_linear, self._layer_ops)
+        progress("preparing kernels", 2, 3)
+        if self._decoders is not None:
+            self._decoders.prepare()
+        progress("preparing kernels", 3, 3)
+        self._loaded = load_model(
+            self._config, self._device, progress, self._model_impl, make_linear, self._layer_ops, self._decoders
+        )
         if self._fit_attention is not None:
             self._attention = self._fit_attention(self._attention, self._loaded)
         self._next_call = "profile"

@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
 import signal
@@ -25,6 +26,8 @@ COMPILE_TIMEOUT_SECONDS = 120.0
 BASE_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-w")
 # In order of preference: some compilers know one of the two on some processors, and some know neither.
 TUNING_FLAGS = (("-march=native",), ("-mcpu=native",), ())
+
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 class CompileError(Exception):
@@ -67,7 +70,7 @@ def library_of(source: Path, environ: Mapping[str, str]) -> Path:
         OSError: The cache cannot be written.
     """
     compiler = find_compiler(environ)
-    recipe = [source.read_text(), *compiler.command, compiler.version, *BASE_FLAGS, str(TUNING_FLAGS), _processor()]
+    recipe = [*_texts(source), *compiler.command, compiler.version, *BASE_FLAGS, str(TUNING_FLAGS), _processor()]
     key = hashlib.sha256("\0".join(recipe).encode()).hexdigest()[:24]
     cache = _cache_folder(environ)
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -82,6 +85,18 @@ def library_of(source: Path, environ: Mapping[str, str]) -> Path:
         library = cache / _name(key, compiled.read_bytes())
         compiled.replace(library)
     return library
+
+
+def _texts(source: Path) -> list[str]:
+    """Give the text of the source and of all of ours that it includes."""
+    found: dict[Path, str] = {}
+    wanted = [source.resolve()]
+    while wanted:
+        path = wanted.pop()
+        if path not in found:
+            found[path] = path.read_text()
+            wanted += [(path.parent / name).resolve() for name in _INCLUDE.findall(found[path])]
+    return [found[path] for path in sorted(found)]
 
 
 def _compile(compiler: Compiler, source: Path, target: Path) -> None:

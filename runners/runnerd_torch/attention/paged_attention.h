@@ -1,0 +1,511 @@
+// Paged attention for CPUs over raw pointers, with no dependency but the C++17 library.
+//
+// The result of a query is a fixed function of its own sequence: keys are taken in tiles at fixed positions, each tile
+// gives a maximum, a sum and a weighted value sum, and tiles are merged in order of position (the online softmax of
+// FlashAttention, Dao et al. 2022). So neither other rows, nor chunking, nor the number of threads changes a bit.
+// For that to hold, each sum below has one order and each expression at most one way to become fused multiply-adds.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <type_traits>
+#include <vector>
+
+#include "../native/numbers.h"
+#include "../native/team.h"
+
+extern "C" {
+
+enum Status { kOk = 0, kBadLengths = 1, kBadBlock = 2, kBadSlot = 3, kNoMemory = 4 };
+enum DType { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };
+
+// Mirrored field by field in native_attention.py. Strides count elements; the innermost stride is 1.
+struct WriteArgs {
+    const void *key, *value;
+    void *key_cache, *value_cache;
+    const int64_t* slot_mapping;
+    int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;
+    int64_t num_tokens, num_slots, num_kv_heads, head_bytes, item_bytes;
+};
+
+struct ForwardArgs {
+    const void *query, *key_cache, *value_cache;
+    void* output;
+    const int32_t *query_start_loc, *seq_lens, *block_tables;
+    int64_t query_token_stride, query_head_stride, block_table_stride;
+    int64_t num_rows, num_tokens, num_blocks, block_size, max_blocks, num_heads, num_kv_heads, head_dim;
+    int64_t sliding_window;  // 0: none
+    int64_t dtype, num_threads;
+    ParallelRegion parallel_region;  // null: threads of our own
+    float scale, softcap;            // softcap 0: none
+};
+}
+
+namespace {
+
+constexpr int kTile = 64;       // keys per tile
+constexpr int kQueryRows = 48;  // (query token, head) pairs that share one pass over a tile
+constexpr int kLanes = 8;
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int64_t kAttentionProductsPerThread = 1 << 16;  // about 10 us; less is done sooner than another thread wakes up
+constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
+
+typedef float Vec __attribute__((vector_size(32)));
+typedef int32_t IntVec __attribute__((vector_size(32)));
+
+#if defined(__clang__)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, IntVec{__VA_ARGS__})
+#endif
+
+inline Vec load(const float* from) {
+    Vec vec;
+    std::memcpy(&vec, from, sizeof vec);
+    return vec;
+}
+// A load that is used several times. Left alone, GCC repeats it as the memory operand of each multiply-add, and the
+// loops below then wait for loads.
+inline Vec load_once(const float* from) {
+    Vec vec = load(from);
+#if defined(__AVX__)
+    __asm__("" : "+x"(vec));
+#endif
+    return vec;
+}
+inline void store(float* to, Vec vec) { std::memcpy(to, &vec, sizeof vec); }
+inline Vec broadcast(float x) { return Vec{x, x, x, x, x, x, x, x}; }
+
+inline int64_t ceil_div(int64_t x, int64_t y) { return (x + y - 1) / y; }
+
+// e^x for x <= 0, 0 below -87: 2^n times the Taylor polynomial of the rest, whose size is at most ln(2) / 2.
+inline Vec exp_of_negative(Vec x) {
+    const Vec lowest = broadcast(-87.0f), magic = broadcast(12582912.0f);  // 1.5 * 2^23 rounds to an integer
+    const IntVec underflow = x < lowest;
+    x = underflow ? lowest : x;
+    const Vec shifted = x * broadcast(1.44269504f) + magic;
+    const Vec n = shifted - magic;
+    Vec r = x - n * broadcast(0.693359375f);
+    r = r + n * broadcast(2.12194440e-4f);
+    Vec power = broadcast(1.0f / 5040);
+    power = power * r + broadcast(1.0f / 720);
+    power = power * r + broadcast(1.0f / 120);
+    power = power * r + broadcast(1.0f / 24);
+    power = power * r + broadcast(1.0f / 6);
+    power = power * r + broadcast(0.5f);
+    power = power * r + broadcast(1.0f);
+    power = power * r + broadcast(1.0f);
+    const IntVec exponent = ((IntVec)shifted - (IntVec)magic + 127) << 23;
+    const Vec result = power * (Vec)exponent;
+    return underflow ? broadcast(0.0f) : result;
+}
+
+inline float sum_of_lanes(Vec x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
+inline float max_of_lanes(Vec x) {
+    float result = x[0];
+    for (int i = 1; i < kLanes; ++i) result = x[i] > result ? x[i] : result;
+    return result;
+}
+
+// Adds up the lanes of four vectors; the sums lie in lanes 0 to 3.
+inline Vec sums_of_lanes(const Vec* v) {
+    const Vec ab = SHUFFLE(v[0], v[1], 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(v[0], v[1], 2, 10, 3, 11, 6, 14, 7, 15);
+    const Vec cd = SHUFFLE(v[2], v[3], 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(v[2], v[3], 2, 10, 3, 11, 6, 14, 7, 15);
+    const Vec abcd = SHUFFLE(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    return abcd + SHUFFLE(abcd, abcd, 4, 5, 6, 7, 0, 1, 2, 3);
+}
+
+// scores[m][j] = query[m] . keys[j] for M query rows and 4 keys.
+template <int M>
+inline void score_block(const float* query, const float* const* keys, int64_t head_dim, float* scores) {
+    Vec sums[M][4] = {};
+    for (int64_t d = 0; d < head_dim; d += kLanes) {
+        Vec q[M];
+        for (int m = 0; m < M; ++m) q[m] = load_once(query + m * head_dim + d);
+        for (int j = 0; j < 4; ++j) {
+            const Vec k = load_once(keys[j] + d);
+            for (int m = 0; m < M; ++m) sums[m][j] += q[m] * k;
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        const Vec result = sums_of_lanes(sums[m]);
+        std::memcpy(scores + m * kTile, &result, 4 * sizeof(float));
+    }
+}
+
+// output[m] = sum over i of weights[m][i] * values[i], for M query rows and N vectors of the head dimension.
+template <int M, int N>
+inline void weigh_block(const float* weights, const float* const* values, int num_keys, int64_t d, int64_t head_dim,
+                        float* output) {
+    Vec sums[M][N] = {};
+    for (int i = 0; i < num_keys; ++i) {
+        Vec weight[M];
+        for (int m = 0; m < M; ++m) weight[m] = broadcast(weights[m * kTile + i]);
+        for (int j = 0; j < N; ++j) {
+            const Vec v = load_once(values[i] + d + j * kLanes);
+            for (int m = 0; m < M; ++m) sums[m][j] += weight[m] * v;
+        }
+    }
+    for (int m = 0; m < M; ++m)
+        for (int j = 0; j < N; ++j) store(output + m * head_dim + d + j * kLanes, sums[m][j]);
+}
+
+// Calls work(number of rows as a constant, first row) for all rows, three at a time: as many as the registers hold.
+template <typename Work>
+void in_blocks_of_rows(int64_t num_rows, Work work) {
+    int64_t row = 0;
+    for (; row + 3 <= num_rows; row += 3) work(std::integral_constant<int, 3>(), row);
+    if (num_rows - row == 2) work(std::integral_constant<int, 2>(), row);
+    if (num_rows - row == 1) work(std::integral_constant<int, 1>(), row);
+}
+
+// Scores of all query rows with the keys of a tile, so many keys at a time that they stay in the first-level cache.
+void score_tile(const float* query, int64_t num_rows, const float* const* keys, int num_keys, int64_t head_dim,
+                float* scores) {
+    const int keys_at_once = int(std::max<int64_t>(4, 4096 / head_dim / 4 * 4));
+    for (int first = 0; first < num_keys; first += keys_at_once)
+        in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
+            for (int j = first; j < std::min(first + keys_at_once, num_keys); j += 4)
+                score_block<rows_at_once>(query + row * head_dim, keys + j, head_dim, scores + row * kTile + j);
+        });
+}
+
+void weigh_tile(const float* weights, int64_t num_rows, const float* const* values, int num_keys, int64_t head_dim,
+                float* output) {
+    const auto weigh = [&](auto vectors_at_once, int64_t d) {
+        in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
+            weigh_block<rows_at_once, vectors_at_once>(weights + row * kTile, values, num_keys, d, head_dim,
+                                                       output + row * head_dim);
+        });
+    };
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= head_dim; d += 4 * kLanes) weigh(std::integral_constant<int, 4>(), d);
+    for (; d < head_dim; d += kLanes) weigh(std::integral_constant<int, 1>(), d);
+}
+
+// Turns the scores of one query row into weights relative to the tile's maximum. Keys outside [begin, end) weigh 0.
+__attribute__((noinline)) void softmax_of_tile(float* scores, int num_keys, int begin, int end, float softcap,
+                                               float* max, float* sum) {
+    const IntVec lane = {0, 1, 2, 3, 4, 5, 6, 7};
+    Vec maxima = broadcast(kNegativeInfinity), sums = {};
+    for (int i = 0; i < num_keys; i += kLanes) {
+        Vec s = load(scores + i);
+        if (softcap > 0) {
+            const Vec x = s * broadcast(2.0f / softcap);
+            const Vec e = exp_of_negative(x > 0 ? -x : x);
+            const Vec t = (1.0f - e) / (1.0f + e) * broadcast(softcap);
+            s = x < 0 ? -t : t;
+        }
+        const IntVec visible = (lane + i >= begin) & (lane + i < end);
+        s = visible ? s : broadcast(kNegativeInfinity);
+        maxima = s > maxima ? s : maxima;
+        store(scores + i, s);
+    }
+    *max = max_of_lanes(maxima);
+    // With nothing visible, subtracting 0 keeps e^(-inf) = 0; -inf - -inf would be NaN.
+    const Vec shift = broadcast(*max == kNegativeInfinity ? 0.0f : *max);
+    for (int i = 0; i < num_keys; i += kLanes) {
+        const Vec weight = exp_of_negative(load(scores + i) - shift);
+        store(scores + i, weight);
+        sums += weight;
+    }
+    *sum = sum_of_lanes(sums);
+}
+
+// Merges a tile's result into the result of the tiles before it. One body, so that all callers round alike.
+__attribute__((noinline)) void merge_tile(float* max, float* sum, float* output, float tile_max, float tile_sum,
+                                          const float* tile_output, int64_t head_dim) {
+    if (tile_max == kNegativeInfinity && tile_sum == 0.0f) return;
+    const float new_max = tile_max > *max ? tile_max : *max;
+    const float keep = std::exp(*max - new_max), take = std::exp(tile_max - new_max);
+    *sum = *sum * keep + tile_sum * take;
+    *max = new_max;
+    for (int64_t d = 0; d < head_dim; d += kLanes)
+        store(output + d, load(output + d) * broadcast(keep) + load(tile_output + d) * broadcast(take));
+}
+
+// A piece of work: some new tokens of a row, for some KV heads and their query heads, over some tiles of keys.
+struct Unit {
+    int64_t row, first_query, num_queries, first_head, num_heads, first_tile, num_tiles;
+    float* partials;  // null: write the output; else keep what each tile gives, for merge_partials
+    int64_t cost() const { return num_tiles * num_heads * num_queries; }
+};
+
+struct Attention {
+    const ForwardArgs& a;
+    const int64_t group = a.num_heads / a.num_kv_heads;
+    const int64_t queries_per_unit = std::max<int64_t>(1, kQueryRows / group);
+    std::vector<Unit> units;  // in the order of work: the longest first
+    std::vector<Unit> split;  // units that were cut; their partials lie one tile after the other
+    int64_t num_threads = 1;
+    std::unique_ptr<float[]> partials;
+    int64_t partials_size = 0;
+
+    int64_t query_len(int64_t row) const { return a.query_start_loc[row + 1] - a.query_start_loc[row]; }
+    int64_t position(int64_t row, int64_t query) const { return a.seq_lens[row] - query_len(row) + query; }
+    int64_t first_visible(int64_t position) const {
+        return a.sliding_window > 0 ? std::max<int64_t>(0, position - a.sliding_window + 1) : 0;
+    }
+
+    Status check() const {
+        if (a.query_start_loc[0] != 0 || a.query_start_loc[a.num_rows] != a.num_tokens) return kBadLengths;
+        for (int64_t row = 0; row < a.num_rows; ++row) {
+            if (query_len(row) < 0 || a.seq_lens[row] < query_len(row)) return kBadLengths;
+            if (query_len(row) == 0) continue;
+            const int64_t end_block = (a.seq_lens[row] + a.block_size - 1) / a.block_size;
+            if (end_block > a.max_blocks) return kBadLengths;
+            // Blocks that slid out of the window may be gone.
+            for (int64_t i = first_visible(position(row, 0)) / a.block_size; i < end_block; ++i) {
+                const int32_t block = a.block_tables[row * a.block_table_stride + i];
+                if (block < 0 || block >= a.num_blocks) return kBadBlock;
+            }
+        }
+        return kOk;
+    }
+
+    int64_t num_rows(const Unit& unit) const { return unit.num_queries * unit.num_heads * group; }
+    int64_t partial_size(const Unit& unit) const { return num_rows(unit) * (a.head_dim + 2); }  // of one tile
+
+    void plan() {
+        for (int64_t row = 0; row < a.num_rows; ++row) {
+            // One token: all heads together read the cache in its order. Many tokens: there is more to compute than to
+            // read, and what one head needs stays in the core's cache.
+            const int64_t num_heads = query_len(row) > 1 ? 1 : a.num_kv_heads;
+            for (int64_t query = 0; query < query_len(row); query += queries_per_unit)
+                for (int64_t head = 0; head < a.num_kv_heads; head += num_heads) {
+                    const int64_t num_queries = std::min(queries_per_unit, query_len(row) - query);
+                    const int64_t first_tile = first_visible(position(row, query)) / kTile;
+                    const int64_t end_tile = position(row, query + num_queries - 1) / kTile + 1;
+                    units.push_back(
+                        {row, query, num_queries, head, num_heads, first_tile, end_tile - first_tile, nullptr});
+                }
+        }
+        int64_t num_products = 0;
+        for (const Unit& unit : units) num_products += unit.cost() * group * kTile * a.head_dim * 2;
+        num_threads = std::min(a.num_threads, 1 + num_products / kAttentionProductsPerThread);
+        if (num_threads > 1 && int64_t(units.size()) < 4 * num_threads) split_units();
+        std::sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost() > y.cost(); });
+    }
+
+    // Few rows leave threads without work, so units of one token are cut along the sequence, then between heads.
+    void split_units() {
+        const int64_t wanted = ceil_div(4 * num_threads, int64_t(units.size()));
+        std::vector<Unit> whole;
+        std::swap(whole, units);
+        for (const Unit& unit : whole) partials_size += unit.num_queries > 1 ? 0 : unit.num_tiles * partial_size(unit);
+        partials.reset(new float[partials_size]);
+        float* next = partials.get();
+        for (const Unit& unit : whole) {
+            if (unit.num_queries > 1) {
+                units.push_back(unit);
+                continue;
+            }
+            const int64_t tiles_step = ceil_div(unit.num_tiles, std::min(wanted, unit.num_tiles));
+            const int64_t heads_step = ceil_div(unit.num_heads, ceil_div(wanted, ceil_div(unit.num_tiles, tiles_step)));
+            for (int64_t head = 0; head < unit.num_heads; head += heads_step) {
+                Unit of_heads = unit;
+                of_heads.first_head += head;
+                of_heads.num_heads = std::min(heads_step, unit.num_heads - head);
+                if (tiles_step < unit.num_tiles) {
+                    of_heads.partials = next;
+                    split.push_back(of_heads);
+                }
+                for (int64_t tile = 0; tile < unit.num_tiles; tile += tiles_step) {
+                    Unit part = of_heads;
+                    part.first_tile += tile;
+                    part.num_tiles = std::min(tiles_step, unit.num_tiles - tile);
+                    units.push_back(part);
+                    if (part.partials) next = of_heads.partials += part.num_tiles * partial_size(part);
+                }
+            }
+        }
+    }
+};
+
+// Work memory of one thread. Rows are (KV head, query token, query head of the KV head), the last running fastest.
+struct Scratch {
+    const int64_t max_rows, head_dim;
+    std::unique_ptr<float[]> memory{new float[max_rows * (3 * head_dim + kTile + 4) + 2 * kTile * head_dim]};
+    float* query = memory.get();
+    float* output = query + max_rows * head_dim;
+    float* tile_output = output + max_rows * head_dim;
+    float* scores = tile_output + max_rows * head_dim;
+    float* max = scores + max_rows * kTile;
+    float* sum = max + max_rows;
+    float* tile_max = sum + max_rows;
+    float* tile_sum = tile_max + max_rows;
+    float* keys = tile_sum + max_rows;
+    float* values = keys + kTile * head_dim;
+    int64_t slots[kTile];  // the tile's slots, the same for all heads
+    const float* key_rows[kTile];
+    const float* value_rows[kTile];
+};
+
+// Gives a row of the cache in float32: where it lies, or copied to `copy`.
+template <typename T>
+inline const float* row_as_float(const T* row, bool in_place, float* copy, int64_t head_dim) {
+    if constexpr (std::is_same_v<T, float>)
+        if (in_place) return row;
+    convert(row, copy, head_dim);
+    return copy;
+}
+
+// Finds the slots of a tile; gives how many keys there are, and fills up to a multiple of 4.
+int find_slots(const Attention& attention, const Unit& unit, int64_t tile, Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    const int64_t first = attention.first_visible(attention.position(unit.row, unit.first_query));
+    const int64_t last = attention.position(unit.row, unit.first_query + unit.num_queries - 1);
+    const int num_keys = int(std::min<int64_t>(kTile, last + 1 - tile * kTile));
+    const int32_t* blocks = a.block_tables + unit.row * a.block_table_stride;
+    for (int i = 0; i < (num_keys + 3) / 4 * 4; ++i) {
+        // What no query of the unit sees may be another's by now, or NaN: a key that is seen stands in, with weight 0.
+        const uint32_t position = uint32_t(std::clamp<int64_t>(tile * kTile + i, first, last));
+        const uint32_t block_size = uint32_t(a.block_size);
+        s.slots[i] = blocks[position / block_size] * a.block_size + position % block_size;
+    }
+    return num_keys;
+}
+
+// Asks for all heads of a tile in the order of memory; the loops over one head jump from token to token.
+template <typename T>
+void prefetch_tile(const ForwardArgs& a, const Scratch& s, int num_keys) {
+    const int64_t token_bytes = a.num_kv_heads * a.head_dim * int64_t(sizeof(T));
+    for (const void* cache : {a.key_cache, a.value_cache})
+        for (int i = 0; i < num_keys; ++i)
+            for (int64_t offset = 0; offset < token_bytes; offset += 64)
+                __builtin_prefetch(static_cast<const char*>(cache) + s.slots[i] * token_bytes + offset, 0, 2);
+}
+
+// Leaves scores, maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on.
+template <typename T>
+void attend_to_tile(const Attention& attention, const Unit& unit, int64_t tile, int num_keys, int64_t kv_head,
+                    int64_t first_row, Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    // Rows that lie far apart fall into few sets of the first-level cache; a copy that is read often pays.
+    const int64_t token_size = a.num_kv_heads * a.head_dim;
+    const bool in_place = unit.num_queries == 1 || token_size < 512;
+    for (int i = 0; i < (num_keys + 3) / 4 * 4; ++i) {
+        const int64_t offset = s.slots[i] * token_size + kv_head * a.head_dim, to = i * a.head_dim;
+        const T* key = static_cast<const T*>(a.key_cache) + offset;
+        const T* value = static_cast<const T*>(a.value_cache) + offset;
+        s.key_rows[i] = row_as_float(key, in_place, s.keys + to, a.head_dim);
+        s.value_rows[i] = row_as_float(value, in_place, s.values + to, a.head_dim);
+    }
+    const int64_t num_rows = unit.num_queries * attention.group;
+    float* const query = s.query + first_row * a.head_dim;
+    float* const output = s.tile_output + first_row * a.head_dim;
+    float* const scores = s.scores + first_row * kTile;
+    score_tile(query, num_rows, s.key_rows, num_keys, a.head_dim, scores);
+    for (int64_t row = 0; row < num_rows; ++row) {
+        const int64_t position = attention.position(unit.row, unit.first_query + row / attention.group);
+        const int64_t begin = attention.first_visible(position) - tile * kTile, end = position + 1 - tile * kTile;
+        softmax_of_tile(scores + row * kTile, num_keys, int(std::clamp<int64_t>(begin, 0, kTile)),
+                        int(std::clamp<int64_t>(end, 0, kTile)), a.softcap, s.tile_max + first_row + row,
+                        s.tile_sum + first_row + row);
+    }
+    weigh_tile(scores, num_rows, s.value_rows, num_keys, a.head_dim, output);
+}
+
+// Where a row of the scratch belongs in the query and the output.
+struct TokenAndHead {
+    int64_t token, head;
+    TokenAndHead(const Attention& attention, const Unit& unit, int64_t row) {
+        const int64_t query = row / attention.group % unit.num_queries;
+        const int64_t kv_head = unit.first_head + row / attention.group / unit.num_queries;
+        token = attention.a.query_start_loc[unit.row] + unit.first_query + query;
+        head = kv_head * attention.group + row % attention.group;
+    }
+};
+
+template <typename T>
+void load_query(const Attention& attention, const Unit& unit, Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    for (int64_t row = 0; row < attention.num_rows(unit); ++row) {
+        const TokenAndHead at(attention, unit, row);
+        const int64_t offset = at.token * a.query_token_stride + at.head * a.query_head_stride;
+        const T* from = static_cast<const T*>(a.query) + offset;
+        for (int64_t d = 0; d < a.head_dim; ++d) s.query[row * a.head_dim + d] = to_float(from[d]) * a.scale;
+    }
+}
+
+template <typename T>
+void write_output(const Attention& attention, const Unit& unit, const Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    for (int64_t row = 0; row < attention.num_rows(unit); ++row) {
+        const TokenAndHead at(attention, unit, row);
+        T* to = static_cast<T*>(a.output) + (at.token * a.num_heads + at.head) * a.head_dim;
+        for (int64_t d = 0; d < a.head_dim; ++d) from_float(s.output[row * a.head_dim + d] / s.sum[row], to + d);
+    }
+}
+
+void clear(Scratch& s, int64_t num_rows) {
+    std::fill_n(s.output, num_rows * s.head_dim, 0.0f);
+    std::fill_n(s.sum, num_rows, 0.0f);
+    std::fill_n(s.max, num_rows, kNegativeInfinity);
+}
+
+void merge_tiles(Scratch& s, int64_t num_rows, const float* tile_max, const float* tile_sum, const float* tile_output) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        merge_tile(s.max + row, s.sum + row, s.output + row * s.head_dim, tile_max[row], tile_sum[row],
+                   tile_output + row * s.head_dim, s.head_dim);
+}
+
+template <typename T>
+void attend(const Attention& attention, const Unit& unit, Scratch& s) {
+    const int64_t num_rows = attention.num_rows(unit), rows_of_head = unit.num_queries * attention.group;
+    load_query<T>(attention, unit, s);
+    clear(s, num_rows);
+    for (int64_t i = 0; i < unit.num_tiles; ++i) {
+        const int64_t tile = unit.first_tile + i;
+        const int num_keys = find_slots(attention, unit, tile, s);
+        if (unit.num_heads > 1) prefetch_tile<T>(attention.a, s, num_keys);
+        for (int64_t head = 0; head < unit.num_heads; ++head)
+            attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, s);
+        if (unit.partials) {
+            float* partial = unit.partials + i * attention.partial_size(unit);
+            std::copy_n(s.tile_max, num_rows, partial);
+            std::copy_n(s.tile_sum, num_rows, partial + num_rows);
+            std::copy_n(s.tile_output, num_rows * s.head_dim, partial + 2 * num_rows);
+        } else {
+            merge_tiles(s, num_rows, s.tile_max, s.tile_sum, s.tile_output);
+        }
+    }
+    if (!unit.partials) write_output<T>(attention, unit, s);
+}
+
+template <typename T>
+void merge_partials(const Attention& attention, const Unit& unit, Scratch& s) {
+    const int64_t num_rows = attention.num_rows(unit);
+    clear(s, num_rows);
+    for (int64_t i = 0; i < unit.num_tiles; ++i) {
+        const float* partial = unit.partials + i * attention.partial_size(unit);
+        merge_tiles(s, num_rows, partial, partial + num_rows, partial + 2 * num_rows);
+    }
+    write_output<T>(attention, unit, s);
+}
+
+template <typename T>
+Status forward(const ForwardArgs& args) {
+    Attention attention{args};
+    const Status status = attention.check();
+    if (status != kOk) return status;
+    attention.plan();
+    const Team team{args.parallel_region, args.num_threads};
+    const int64_t max_rows = std::max(attention.queries_per_unit * attention.group, args.num_heads);
+    const auto make_scratch = [&] { return Scratch{max_rows, args.head_dim}; };
+    if (!team.run(attention.num_threads, int64_t(attention.units.size()), make_scratch,
+                  [&](Scratch& scratch, int64_t i) { attend<T>(attention, attention.units[i], scratch); }))
+        return kNoMemory;
+    if (attention.split.empty()) return kOk;
+    const int64_t mergers = std::min(attention.num_threads, 1 + attention.partials_size / kAttentionProductsPerThread);
+    return team.run(mergers, int64_t(attention.split.size()), make_scratch,
+                    [&](Scratch& scratch, int64_t i) { merge_partials<T>(attention, attention.split[i], scratch); })
+               ? kOk
+               : kNoMemory;
+}
+
+}  // namespace

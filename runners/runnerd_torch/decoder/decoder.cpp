@@ -1,0 +1,360 @@
+// One step of a Llama-like decoder on the host's cores, from token ids to logits, without a return to Python between.
+//
+// What lies between the products is kept in float32; the products take their inputs in the model's type. A token's
+// numbers depend on its own sequence alone: each operation has one order of its sums, whatever else is in the batch.
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <new>
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "../attention/paged_attention.h"
+#include "../native/matmul.h"
+
+extern "C" {
+
+// Mirrored field by field in library.py.
+struct LayerWeights {
+    Projection qkv, output, gate_up, down;  // the panels of gate and up take turns
+    const float *input_norm, *mlp_norm;     // [hidden_size]
+    const float *query_norm, *key_norm;     // [head_dim], both or neither may be null
+    int64_t sliding_window;                 // 0: none
+};
+
+struct DecoderModel {
+    const LayerWeights* layers;
+    Projection head;
+    const float* final_norm;
+    const void* embedding;  // [vocab_size, hidden_size] in the model's type; null: the head's weight
+    int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size;
+    int64_t weight_type;
+    float eps, scale;
+};
+
+struct DecoderStep {
+    const int64_t *input_ids, *slot_mapping, *logits_index;
+    const float *cos, *sin;  // [num_tokens, head_dim]
+    const int32_t *query_start_loc, *seq_lens, *block_tables;
+    void *const *key_caches, *const *value_caches;  // of each layer
+    void* workspace;                                // as many bytes as runnerd_decoder_workspace says
+    float* logits;                                  // [num_logits, vocab_size]
+    int64_t* phase_ns;                              // [kNumPhases], added to; null: not measured
+    int64_t num_tokens, num_rows, num_logits, num_blocks, block_size, max_blocks, block_table_stride, num_threads;
+    ParallelRegion parallel_region;  // null: threads of our own
+};
+}
+
+namespace {
+
+enum Phase { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kHead, kNumPhases };
+
+constexpr int64_t kRowsPerItem = 8;               // of what is done token by token
+constexpr int64_t kNumbersPerThread = 1 << 16;    // about 10 us
+
+// Hands out parts of a piece of memory; without memory it only counts.
+class Carver {
+public:
+    explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+    template <typename T>
+    T* take(int64_t count) {
+        char* part = memory_ + size_;
+        size_ += (count * int64_t(sizeof(T)) + 63) / 64 * 64;
+        return reinterpret_cast<T*>(part);
+    }
+    int64_t size() const { return size_; }
+
+private:
+    char* memory_;
+    int64_t size_ = 0;
+};
+
+template <typename T>
+struct Workspace {
+    Workspace(const DecoderModel& m, int64_t num_tokens, Carver& carver)
+        : hidden(carver.take<float>(num_tokens * m.hidden_size)),
+          qkv(carver.take<float>(num_tokens * (m.num_heads + 2 * m.num_kv_heads) * m.head_dim)),
+          normed(carver.take<T>(num_tokens * m.hidden_size)),
+          query(carver.take<T>(num_tokens * m.num_heads * m.head_dim)),
+          heads(carver.take<T>(num_tokens * m.num_heads * m.head_dim)),
+          gated(carver.take<T>(num_tokens * m.intermediate_size)) {
+        if (m.weight_type != kInt8Weight) return;
+        const int64_t width = std::max({m.hidden_size, m.num_heads * m.head_dim, m.intermediate_size});
+#if defined(RUNNERD_TILES)
+        whole.high = carver.take<int8_t>(num_tokens * width);
+        whole.low = carver.take<int8_t>(num_tokens * width);
+#else
+        whole.numbers = carver.take<int16_t>(num_tokens * width);
+#endif
+        whole.scales = carver.take<float>(num_tokens);
+    }
+    float *hidden, *qkv;
+    T *normed, *query, *heads, *gated;
+    WholeRows whole{};
+};
+
+inline float sum_of_squares(const float* x, int64_t size) {
+    float sums[16] = {};
+    int64_t i = 0;
+    for (; i + 16 <= size; i += 16)
+        for (int lane = 0; lane < 16; ++lane) sums[lane] += x[i + lane] * x[i + lane];
+    for (int lane = 0; i < size; ++i, ++lane) sums[lane] += x[i] * x[i];
+    for (int width = 8; width; width /= 2)
+        for (int lane = 0; lane < width; ++lane) sums[lane] += sums[lane + width];
+    return sums[0];
+}
+
+template <typename T>
+inline void normalize(const float* from, const float* weight, float eps, int64_t size, T* to) {
+    const float factor = 1.0f / std::sqrt(sum_of_squares(from, size) / float(size) + eps);
+    for (int64_t i = 0; i < size; ++i) from_float(from[i] * factor * weight[i], to + i);
+}
+
+// x times its logistic function.
+inline Vec silu(Vec x) {
+    const Vec e = exp_of_negative(x > 0 ? -x : x), one = broadcast(1.0f);
+    return x * (x > 0 ? one : e) / (one + e);
+}
+
+template <typename T>
+class Step {
+public:
+    Step(const DecoderModel& model, const DecoderStep& step)
+        : m(model), s(step), team{step.parallel_region, step.num_threads}, carver(step.workspace),
+          w(model, step.num_tokens, carver) {}
+
+    Status run() {
+        bool done = timed(kEmbed, [&] { return embed(); });
+        for (int64_t i = 0; i < m.num_layers && done; ++i) {
+            const LayerWeights& layer = m.layers[i];
+            const bool is_last = i + 1 == m.num_layers;
+            done = timed(kNorm, [&] { return norm(s.num_tokens, layer.input_norm); }) &&
+                   timed(kQkv, [&] { return store(layer.qkv, w.normed, s.num_tokens, w.qkv); }) &&
+                   timed(kRotate, [&] { return rotate(layer, i); });
+            // Beyond the last keys and values, only what is sampled from counts.
+            if (!done || (is_last && s.num_logits == 0)) break;
+            const Status status = timed(kAttend, [&] { return attend(layer, i); });
+            if (status != kOk) return status;
+            if (is_last) select();
+            const int64_t num_rows = is_last ? s.num_logits : s.num_tokens;
+            done = timed(kOutput, [&] { return add(layer.output, w.heads, num_rows); }) &&
+                   timed(kNorm, [&] { return norm(num_rows, layer.mlp_norm); }) &&
+                   timed(kGateUp, [&] { return gate(layer.gate_up, num_rows); }) &&
+                   timed(kDown, [&] { return add(layer.down, w.gated, num_rows); });
+        }
+        if (!done) return kNoMemory;
+        if (s.num_logits == 0) return kOk;
+        done = timed(kNorm, [&] { return norm(s.num_logits, m.final_norm); }) &&
+               timed(kHead, [&] { return store(m.head, w.normed, s.num_logits, s.logits); });
+        return done ? kOk : kNoMemory;
+    }
+
+private:
+    template <typename Work>
+    auto timed(Phase phase, Work work) {
+        if (!s.phase_ns) return work();
+        const auto begin = std::chrono::steady_clock::now();
+        const auto result = work();
+        s.phase_ns[phase] += std::chrono::nanoseconds(std::chrono::steady_clock::now() - begin).count();
+        return result;
+    }
+
+    // Gives the product of rows of the model's type to take.
+    template <typename Take>
+    bool product(const Projection& p, const T* inputs, int64_t num_rows, Take take) {
+        if constexpr (std::is_same_v<T, BFloat16>)
+            if (m.weight_type == kInt8Weight)
+                return by_rows(num_rows, p.num_inputs,
+                               [&](int64_t first, int64_t last) {
+                                   for (int64_t row = first; row < last; ++row)
+                                       to_whole(inputs + row * p.num_inputs, p.num_inputs, row, w.whole);
+                               }) &&
+                       multiply(team, p, w.whole, num_rows, take);
+        return multiply(team, p, inputs, num_rows, take);
+    }
+
+    // Calls work(first, last) for parts of num_rows rows of so many numbers.
+    template <typename Work>
+    bool by_rows(int64_t num_rows, int64_t numbers_per_row, Work work) {
+        const int64_t num_items = (num_rows + kRowsPerItem - 1) / kRowsPerItem;
+        return team.run(1 + num_rows * numbers_per_row / kNumbersPerThread, num_items, [] { return 0; },
+                        [&](int, int64_t item) {
+                            work(item * kRowsPerItem, std::min((item + 1) * kRowsPerItem, num_rows));
+                        });
+    }
+
+    bool embed() {
+        return by_rows(s.num_tokens, m.hidden_size, [&](int64_t first, int64_t last) {
+            for (int64_t token = first; token < last; ++token) embed_token(s.input_ids[token], w.hidden + token * m.hidden_size);
+        });
+    }
+
+    void embed_token(int64_t id, float* to) const {
+        if (m.embedding) return convert(static_cast<const T*>(m.embedding) + id * m.hidden_size, to, m.hidden_size);
+        const int64_t panel = id / kPanel * m.hidden_size * kPanel, lane = id % kPanel;
+        for (int64_t k = 0; k < m.hidden_size; ++k) {
+            if (m.weight_type == kFloat32Weight) {
+                to[k] = static_cast<const float*>(m.head.values)[panel + k * kPanel + lane];
+            } else if (m.weight_type == kBFloat16Weight) {
+                to[k] = to_float(static_cast<const BFloat16*>(m.head.values)[panel + (k / 2 * kPanel + lane) * 2 + k % 2]);
+            } else {
+                const int8_t number = static_cast<const int8_t*>(m.head.values)[panel + (k / 4 * kPanel + lane) * 4 + k % 4];
+                to[k] = float(number) * m.head.scales[id];
+            }
+        }
+    }
+
+    bool norm(int64_t num_rows, const float* weight) {
+        return by_rows(num_rows, m.hidden_size, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; ++row)
+                normalize(w.hidden + row * m.hidden_size, weight, m.eps, m.hidden_size, w.normed + row * m.hidden_size);
+        });
+    }
+
+    bool store(const Projection& p, const T* inputs, int64_t num_rows, float* to) {
+        return product(p, inputs, num_rows,
+                        [&](int64_t row, int64_t count, int64_t output, int64_t num_outputs, const float* results) {
+                            for (int64_t r = 0; r < count; ++r)
+                                std::memcpy(to + (row + r) * p.num_outputs + output, results + r * kWide,
+                                            num_outputs * sizeof(float));
+                        });
+    }
+
+    bool add(const Projection& p, const T* inputs, int64_t num_rows) {
+        return product(p, inputs, num_rows,
+                        [&](int64_t row, int64_t count, int64_t output, int64_t num_outputs, const float* results) {
+                            for (int64_t r = 0; r < count; ++r) {
+                                float* to = w.hidden + (row + r) * m.hidden_size + output;
+                                for (int64_t i = 0; i < num_outputs; ++i) to[i] += results[r * kWide + i];
+                            }
+                        });
+    }
+
+    bool gate(const Projection& p, int64_t num_rows) {
+        return product(p, w.normed, num_rows,
+                        [&](int64_t row, int64_t count, int64_t output, int64_t, const float* results) {
+                            for (int64_t r = 0; r < count; ++r) {
+                                const float* from = results + r * kWide;
+                                float joined[kPanel];
+                                for (int i = 0; i < kPanel; i += kLanes)
+                                    ::store(joined + i, silu(load(from + i)) * load(from + kPanel + i));
+                                T* to = w.gated + (row + r) * m.intermediate_size + output / 2;
+                                for (int i = 0; i < kPanel; ++i) from_float(joined[i], to + i);
+                            }
+                        });
+    }
+
+    // Normalizes and rotates queries and keys; keys and values go into the cache.
+    bool rotate(const LayerWeights& layer, int64_t index) {
+        const int64_t num_heads = m.num_heads + 2 * m.num_kv_heads, kv_size = m.num_kv_heads * m.head_dim;
+        T* const keys = static_cast<T*>(s.key_caches[index]);
+        T* const values = static_cast<T*>(s.value_caches[index]);
+        return by_rows(s.num_tokens, num_heads * m.head_dim, [&](int64_t first, int64_t last) {
+            for (int64_t token = first; token < last; ++token) {
+                const float* from = w.qkv + token * num_heads * m.head_dim;
+                const int64_t slot = s.slot_mapping[token];
+                for (int64_t head = 0; head < m.num_heads; ++head)
+                    rotate_head(from + head * m.head_dim, layer.query_norm, token,
+                                w.query + (token * m.num_heads + head) * m.head_dim);
+                from += m.num_heads * m.head_dim;
+                for (int64_t head = 0; head < m.num_kv_heads; ++head)
+                    rotate_head(from + head * m.head_dim, layer.key_norm, token, keys + slot * kv_size + head * m.head_dim);
+                from += kv_size;
+                for (int64_t i = 0; i < kv_size; ++i) from_float(from[i], values + slot * kv_size + i);
+            }
+        });
+    }
+
+    void rotate_head(const float* from, const float* weight, int64_t token, T* to) const {
+        float normed[kMaxHeadDim];
+        if (weight) {
+            normalize(from, weight, m.eps, m.head_dim, normed);
+            from = normed;
+        }
+        const float *cos = s.cos + token * m.head_dim, *sin = s.sin + token * m.head_dim;
+        const int64_t half = m.head_dim / 2;
+        for (int64_t i = 0; i < half; ++i) from_float(from[i] * cos[i] - from[i + half] * sin[i], to + i);
+        for (int64_t i = half; i < m.head_dim; ++i) from_float(from[i] * cos[i] + from[i - half] * sin[i], to + i);
+    }
+
+    Status attend(const LayerWeights& layer, int64_t index) {
+        ForwardArgs args{};
+        args.query = w.query;
+        args.key_cache = s.key_caches[index];
+        args.value_cache = s.value_caches[index];
+        args.output = w.heads;
+        args.query_start_loc = s.query_start_loc;
+        args.seq_lens = s.seq_lens;
+        args.block_tables = s.block_tables;
+        args.query_token_stride = m.num_heads * m.head_dim;
+        args.query_head_stride = m.head_dim;
+        args.block_table_stride = s.block_table_stride;
+        args.num_rows = s.num_rows;
+        args.num_tokens = s.num_tokens;
+        args.num_blocks = s.num_blocks;
+        args.block_size = s.block_size;
+        args.max_blocks = s.max_blocks;
+        args.num_heads = m.num_heads;
+        args.num_kv_heads = m.num_kv_heads;
+        args.head_dim = m.head_dim;
+        args.sliding_window = layer.sliding_window;
+        args.num_threads = s.num_threads;
+        args.parallel_region = s.parallel_region;
+        args.scale = m.scale;
+        return forward<T>(args);
+    }
+
+    // Moves the rows whose logits are wanted to the front, in their order.
+    void select() {
+        const int64_t heads_size = m.num_heads * m.head_dim;
+        for (int64_t i = 0; i < s.num_logits; ++i) {
+            const int64_t from = s.logits_index[i];
+            std::memcpy(w.qkv + i * m.hidden_size, w.hidden + from * m.hidden_size, m.hidden_size * sizeof(float));
+            std::memcpy(w.query + i * heads_size, w.heads + from * heads_size, heads_size * sizeof(T));
+        }
+        std::memcpy(w.hidden, w.qkv, s.num_logits * m.hidden_size * sizeof(float));
+        std::memcpy(w.heads, w.query, s.num_logits * heads_size * sizeof(T));
+    }
+
+    const DecoderModel& m;
+    const DecoderStep& s;
+    const Team team;
+    Carver carver;
+    const Workspace<T> w;
+};
+
+}  // namespace
+
+// Gives 0 if the kernels may be used: the operating system must let this process use matrix tiles.
+extern "C" int runnerd_decoder_prepare() {
+#if defined(__AMX_BF16__) && defined(SYS_arch_prctl)
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return int(syscall(SYS_arch_prctl, kRequestPermission, kTileData));
+#else
+    return 0;
+#endif
+}
+
+extern "C" int64_t runnerd_decoder_workspace(const DecoderModel* model, int64_t num_tokens) {
+    Carver carver(nullptr);
+    if (model->weight_type == kFloat32Weight) Workspace<float>(*model, num_tokens, carver);
+    else Workspace<BFloat16>(*model, num_tokens, carver);
+    return carver.size();
+}
+
+extern "C" int runnerd_decoder_run(const DecoderModel* model, const DecoderStep* step) {
+    const int64_t num_slots = step->num_blocks * step->block_size;
+    for (int64_t token = 0; token < step->num_tokens; ++token)
+        if (step->slot_mapping[token] < 0 || step->slot_mapping[token] >= num_slots) return kBadSlot;
+    try {
+        if (model->weight_type == kFloat32Weight) return Step<float>(*model, *step).run();
+        return Step<BFloat16>(*model, *step).run();
+    } catch (const std::bad_alloc&) {
+        return kNoMemory;
+    }
+}

@@ -1,0 +1,93 @@
+"""Rearranges weights once, as ``matmul.h`` reads them, and quantizes them where that is asked for.
+
+int8 is symmetric, with one scale for each output; the inputs become whole numbers of up to 15 bits when they are
+multiplied, with one scale for each row, and the sums are exact. It knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from runnerd_torch.decoder.library import ProjectionFields
+
+Quantization = Literal["none", "int8"]
+
+PANEL = 16
+"""Outputs that lie side by side."""
+INPUTS_MULTIPLE = 32
+"""Inputs of a projection come in multiples of this."""
+INT8_INPUTS_MULTIPLE = 64
+"""The same where the weight is int8."""
+
+FLOAT32, BFLOAT16, INT8 = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A packed weight; keep it as long as its fields are used."""
+
+    values: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    num_inputs: int
+    num_outputs: int
+    weight_type: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(one.nbytes for one in (self.values, self.scales, self.bias) if one is not None)
+
+    def fields(self) -> ProjectionFields:
+        """Give the structure that native code reads."""
+        scales, bias = (None if one is None else one.data_ptr() for one in (self.scales, self.bias))
+        return ProjectionFields(self.values.data_ptr(), scales, bias, self.num_inputs, self.num_outputs)
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantization) -> PackedWeight:
+    """Pack a weight.
+
+    Args:
+        weight: ``[num_outputs, num_inputs]`` float32 or bfloat16; a multiple of 32 inputs. Not kept.
+        bias: ``[num_outputs]`` or None.
+        quantization: How; "none" keeps the dtype.
+    """
+    num_outputs, num_inputs = weight.shape
+    num_panels = -(-num_outputs // PANEL)
+    if num_outputs % PANEL:
+        weight = torch.cat((weight, weight.new_zeros(num_panels * PANEL - num_outputs, num_inputs)))
+    scales = None
+    if quantization == "int8":
+        numbers, scales = _to_int8(weight)
+        values, weight_type = _in_parts(numbers, num_panels, 4), INT8
+    elif weight.dtype == torch.bfloat16:
+        values, weight_type = _in_parts(weight, num_panels, 2), BFLOAT16
+    else:
+        values, weight_type = weight.float().view(num_panels, PANEL, num_inputs).transpose(1, 2).contiguous(), FLOAT32
+    bias = None if bias is None else bias.float().contiguous()
+    return PackedWeight(values, scales, bias, num_inputs, num_outputs, weight_type)
+
+
+def taking_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """Join two weights ``[size, num_inputs]`` so that panels of the first and of the second take turns."""
+    size, num_inputs = gate.shape
+    both = torch.stack((gate.view(-1, PANEL, num_inputs), up.view(-1, PANEL, num_inputs)), dim=1)
+    return both.view(2 * size, num_inputs)
+
+
+def _in_parts(numbers: torch.Tensor, num_panels: int, size: int) -> torch.Tensor:
+    """Give ``[num_panels, num_inputs / size, PANEL, size]``."""
+    return numbers.view(num_panels, PANEL, numbers.shape[1] // size, size).transpose(1, 2).contiguous()
+
+
+def _to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weight = weight.float()
+    scales = _nonzero(weight.abs().amax(1) / 127)
+    return (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales.contiguous()
+
+
+def _nonzero(scales: torch.Tensor) -> torch.Tensor:
+    return torch.where(scales == 0, torch.ones_like(scales), scales)

@@ -1,0 +1,420 @@
+// Matrix products of rows with a large packed weight: y = x w^T, sums in float32.
+//
+// A library's general product reads a weight that lies as the checkpoint has it; with a handful of rows it spends its
+// time on rearranging it. Here the weight was rearranged once: panels of 16 outputs, inputs running over the panel, in
+// float32 one at a time, in narrower types in twos or fours, as the processor's dot products take them. Each output is
+// one sum over the inputs in one order, whatever other rows there are and however many threads work.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+#include "numbers.h"
+#include "team.h"
+#if defined(__AVX512F__) || defined(__AMX_BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kPanel = 16;                       // outputs side by side in the packed weight
+constexpr int kWide = 2 * kPanel;                // outputs of two panels, which are computed together
+constexpr int64_t kBlockRows = 32;               // rows of a block of results
+constexpr int64_t kRowsPerPass = 256;            // rows whose inputs stay in the second-level cache
+constexpr int64_t kProductsPerThread = 1 << 17;  // about 10 us; less is done sooner than another thread wakes up
+
+enum WeightType { kFloat32Weight = 0, kBFloat16Weight = 1, kInt8Weight = 2 };
+
+#if defined(__AVX512F__)
+constexpr int kWidth = 16;
+constexpr int kMaxRows = 12;
+#elif defined(__AVX__)
+constexpr int kWidth = 8;
+constexpr int kMaxRows = 3;
+#else
+constexpr int kWidth = 4;
+constexpr int kMaxRows = 2;
+#endif
+typedef float Floats __attribute__((vector_size(kWidth * sizeof(float)), aligned(4)));
+typedef uint32_t Words __attribute__((vector_size(kWidth * sizeof(float)), aligned(4)));
+constexpr int kVectors = kWide / kWidth;
+
+}  // namespace
+
+extern "C" {
+// A projection of num_inputs to num_outputs. Mirrored in packing.py.
+//   float32:  values float[num_panels][num_inputs][16]
+//   bfloat16: values bfloat16[num_panels][num_inputs / 2][16][2]
+//   int8:     values int8[num_panels][num_inputs / 4][16][4], scales float[num_panels][16]
+// The last panel is filled up with zeros. num_inputs is a multiple of 32 for bfloat16, of 64 for int8.
+struct Projection {
+    const void* values;
+    const float* scales;
+    const float* bias;  // [num_outputs], may be null
+    int64_t num_inputs, num_outputs;
+};
+}
+
+namespace {
+
+// Adds the products of kRows rows of inputs with two panels: sums[kRows][32].
+template <int kRows>
+void multiply_rows(const float* inputs, int64_t stride, const float* const* panels, int64_t num_inputs, float* results) {
+    constexpr int kHalf = kVectors / 2;
+    Floats sums[kRows][kVectors] = {};
+    for (int64_t k = 0; k < num_inputs; ++k) {
+        for (int v = 0; v < kVectors; ++v) {
+            Floats weight;
+            std::memcpy(&weight, panels[v / kHalf] + k * kPanel + v % kHalf * kWidth, sizeof weight);
+            for (int r = 0; r < kRows; ++r) sums[r][v] += inputs[r * stride + k] * weight;
+        }
+    }
+    std::memcpy(results, sums, sizeof sums);
+}
+
+#if defined(__AVX512BF16__)
+template <int kRows>
+void multiply_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
+                   float* results) {
+    __m512 sums[kRows][2] = {};
+    for (int64_t k = 0; k < num_inputs; k += 2) {
+        const __m512bh left = (__m512bh)_mm512_loadu_si512(panels[0] + k * kPanel);
+        const __m512bh right = (__m512bh)_mm512_loadu_si512(panels[1] + k * kPanel);
+        for (int r = 0; r < kRows; ++r) {
+            int32_t pair;
+            std::memcpy(&pair, inputs + r * stride + k, sizeof pair);
+            const __m512bh input = (__m512bh)_mm512_set1_epi32(pair);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], left, input);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], right, input);
+        }
+    }
+    std::memcpy(results, sums, sizeof sums);
+}
+#else
+template <int kRows>
+void multiply_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
+                   float* results) {
+    constexpr int kHalf = kVectors / 2;
+    Floats sums[kRows][kVectors] = {};
+    for (int64_t k = 0; k < num_inputs; k += 2) {
+        for (int v = 0; v < kVectors; ++v) {
+            Words pairs;
+            std::memcpy(&pairs, panels[v / kHalf] + k * kPanel + v % kHalf * kWidth * 2, sizeof pairs);
+            const Floats even = (Floats)(pairs << 16), odd = (Floats)(pairs & 0xffff0000u);
+            for (int r = 0; r < kRows; ++r) {
+                sums[r][v] += to_float(inputs[r * stride + k]) * even;
+                sums[r][v] += to_float(inputs[r * stride + k + 1]) * odd;
+            }
+        }
+    }
+    std::memcpy(results, sums, sizeof sums);
+}
+#endif
+
+template <int kRows, typename T>
+void multiply_rest(const T* inputs, int64_t stride, int64_t num_rows, const T* const* panels, int64_t num_inputs,
+                   float* results) {
+    if (num_rows == kRows) return multiply_rows<kRows>(inputs, stride, panels, num_inputs, results);
+    if constexpr (kRows > 1) multiply_rest<kRows - 1>(inputs, stride, num_rows, panels, num_inputs, results);
+}
+
+// Gives blocks of results[num_rows][32] for rows of float or bfloat16; a thread keeps one for its work.
+template <typename T>
+class Multiplier {
+public:
+    void operator()(const T* inputs, int64_t stride, int64_t num_rows, const T* const* panels, int64_t num_inputs,
+                    float* results) {
+        int64_t row = 0;
+        for (; row + kMaxRows <= num_rows; row += kMaxRows)
+            multiply_rows<kMaxRows>(inputs + row * stride, stride, panels, num_inputs, results + row * kWide);
+        if (row < num_rows)
+            multiply_rest<kMaxRows>(inputs + row * stride, stride, num_rows - row, panels, num_inputs,
+                                    results + row * kWide);
+    }
+};
+
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#define RUNNERD_TILES 1
+
+// A thread's matrix tiles. Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights.
+class Tiles {
+public:
+    Tiles() { _tile_storeconfig(before_); }
+    ~Tiles() {
+        // Libraries configure a thread's tiles once and rely on it.
+        if (before_[0]) _tile_loadconfig(before_);
+        else _tile_release();
+    }
+    Tiles(const Tiles&) = delete;
+    Tiles& operator=(const Tiles&) = delete;
+
+    // Sums 0 and 1 and input 4 get so many upper rows; sums 2 and 3 and input 5 get so many lower ones.
+    void configure(int64_t upper, int64_t lower) {
+        if (upper == upper_ && lower == lower_) return;
+        upper_ = upper;
+        lower_ = lower;
+        alignas(64) uint8_t config[64] = {1};
+        const int64_t rows[8] = {upper, upper, lower, lower, upper, lower, 16, 16};
+        for (int tile = 0; tile < 8; ++tile) {
+            config[16 + 2 * tile] = 64;  // bytes of a row
+            config[48 + tile] = uint8_t(rows[tile]);
+        }
+        _tile_loadconfig(config);
+    }
+
+private:
+    alignas(64) uint8_t before_[64];
+    int64_t upper_ = 0, lower_ = 0;
+};
+
+// The same for bfloat16 on tiles. They sum in another order than vectors do, so one or the other does all.
+template <>
+class Multiplier<BFloat16> {
+public:
+    void operator()(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
+                    int64_t num_inputs, float* results) {
+        tiles_.configure(std::min<int64_t>(num_rows, 16), std::max<int64_t>(num_rows - 16, 1));
+        if (num_rows > 16) many_rows(inputs, stride, panels, num_inputs, results);
+        else few_rows(inputs, stride, panels, num_inputs, results);
+    }
+
+private:
+    static void few_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
+                         float* results) {
+        _tile_zero(0);
+        _tile_zero(1);
+        for (int64_t k = 0; k < num_inputs; k += 32) {
+            _tile_loadd(4, inputs + k, stride * 2);
+            _tile_loadd(6, panels[0] + k * kPanel, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(7, panels[1] + k * kPanel, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        _tile_stored(0, results, kWide * 4);
+        _tile_stored(1, results + kPanel, kWide * 4);
+    }
+
+    static void many_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
+                          float* results) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = 0; k < num_inputs; k += 32) {
+            _tile_loadd(4, inputs + k, stride * 2);
+            _tile_loadd(6, panels[0] + k * kPanel, 64);
+            _tile_loadd(7, panels[1] + k * kPanel, 64);
+            _tile_loadd(5, inputs + 16 * stride + k, stride * 2);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(0, results, kWide * 4);
+        _tile_stored(1, results + kPanel, kWide * 4);
+        _tile_stored(2, results + 16 * kWide, kWide * 4);
+        _tile_stored(3, results + 16 * kWide + kPanel, kWide * 4);
+    }
+
+    Tiles tiles_;
+};
+#endif
+
+// Rows of whole numbers of up to 15 bits, each row with a scale: what an int8 weight is multiplied with. Sums of whole
+// numbers have no order, and here they fit into 32 bits. Where there are tiles of bytes, a number is 128 high + low.
+struct WholeRows {
+#if defined(RUNNERD_TILES)
+    int8_t *high, *low;  // [num_rows][num_inputs]
+#else
+    int16_t* numbers;  // [num_rows][num_inputs]
+#endif
+    float* scales;  // [num_rows]
+};
+
+inline int32_t largest_whole(int64_t num_inputs) {
+    return int32_t(std::min<int64_t>(127 * 128, ((int64_t(1) << 31) - 1) / (127 * num_inputs)));
+}
+
+inline void to_whole(const BFloat16* from, int64_t num_inputs, int64_t row, const WholeRows& to) {
+    float largest = 0;
+    for (int64_t i = 0; i < num_inputs; ++i) largest = std::max(largest, std::fabs(to_float(from[i])));
+    const float limit = float(largest_whole(num_inputs));
+    // What is not finite must not vanish: its scale makes every output of the row NaN.
+    to.scales[row] = largest / limit;
+    const float factor = largest > 0 && largest < bits_to_float(0x7f800000u) ? limit / largest : 0.0f;
+    constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23 rounds to a whole number
+    for (int64_t i = 0; i < num_inputs; ++i) {
+        const int32_t number = int32_t(float_to_bits(to_float(from[i]) * factor + kMagic) - float_to_bits(kMagic));
+#if defined(RUNNERD_TILES)
+        const int32_t high = (number + 64) >> 7;
+        to.high[row * num_inputs + i] = int8_t(high);
+        to.low[row * num_inputs + i] = int8_t(number - high * 128);
+#else
+        to.numbers[row * num_inputs + i] = int16_t(number);
+#endif
+    }
+}
+
+// Gives blocks of results[num_rows][32] for rows of whole numbers, without the scales.
+class WholeMultiplier {
+public:
+#if defined(RUNNERD_TILES)
+    void operator()(const WholeRows& inputs, int64_t row, int64_t num_rows, const int8_t* const* panels,
+                    int64_t num_inputs, float* results) {
+        for (int64_t first = 0; first < num_rows; first += 16) {
+            const int64_t count = std::min<int64_t>(num_rows - first, 16), at = (row + first) * num_inputs;
+            tiles_.configure(count, count);
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t k = 0; k < num_inputs; k += 64) {
+                _tile_loadd(4, inputs.high + at + k, num_inputs);
+                _tile_loadd(5, inputs.low + at + k, num_inputs);
+                _tile_loadd(6, panels[0] + k * kPanel, 64);
+                _tile_loadd(7, panels[1] + k * kPanel, 64);
+                _tile_dpbssd(0, 4, 6);
+                _tile_dpbssd(1, 4, 7);
+                _tile_dpbssd(2, 5, 6);
+                _tile_dpbssd(3, 5, 7);
+            }
+            alignas(64) int32_t high[16 * kWide], low[16 * kWide];
+            _tile_stored(0, high, kWide * 4);
+            _tile_stored(1, high + kPanel, kWide * 4);
+            _tile_stored(2, low, kWide * 4);
+            _tile_stored(3, low + kPanel, kWide * 4);
+            for (int64_t i = 0; i < count * kWide; ++i) results[first * kWide + i] = float(high[i] * 128 + low[i]);
+        }
+    }
+
+private:
+    Tiles tiles_;
+#else
+    void operator()(const WholeRows& inputs, int64_t row, int64_t num_rows, const int8_t* const* panels,
+                    int64_t num_inputs, float* results) {
+        constexpr int kRows = 6;
+        int64_t r = 0;
+        for (; r + kRows <= num_rows; r += kRows) rows<kRows>(inputs, row + r, panels, num_inputs, results + r * kWide);
+        for (; r < num_rows; ++r) rows<1>(inputs, row + r, panels, num_inputs, results + r * kWide);
+    }
+
+private:
+#if defined(__AVX512BW__)
+    // Each vector of sums holds 8 outputs in two parts: of inputs 0 and 1, and of inputs 2 and 3 of each four.
+    template <int kRows>
+    static void rows(const WholeRows& inputs, int64_t row, const int8_t* const* panels, int64_t num_inputs,
+                     float* results) {
+        __m512i sums[kRows][4] = {};
+        for (int64_t k = 0; k < num_inputs; k += 4) {
+            __m512i weights[4];
+            for (int i = 0; i < 4; ++i)
+                weights[i] = _mm512_cvtepi8_epi16(
+                    _mm256_loadu_si256((const __m256i*)(panels[i / 2] + k * kPanel + i % 2 * 32)));
+            for (int r = 0; r < kRows; ++r) {
+                int64_t four;
+                std::memcpy(&four, inputs.numbers + (row + r) * num_inputs + k, sizeof four);
+                const __m512i input = _mm512_set1_epi64(four);
+                for (int i = 0; i < 4; ++i) {
+#if defined(__AVX512VNNI__)
+                    sums[r][i] = _mm512_dpwssd_epi32(sums[r][i], weights[i], input);
+#else
+                    sums[r][i] = _mm512_add_epi32(sums[r][i], _mm512_madd_epi16(weights[i], input));
+#endif
+                }
+            }
+        }
+        for (int r = 0; r < kRows; ++r)
+            for (int i = 0; i < 4; ++i) {
+                int32_t parts[16];
+                std::memcpy(parts, &sums[r][i], sizeof parts);
+                for (int output = 0; output < 8; ++output)
+                    results[r * kWide + i * 8 + output] = float(parts[2 * output] + parts[2 * output + 1]);
+            }
+    }
+#else
+    template <int kRows>
+    static void rows(const WholeRows& inputs, int64_t row, const int8_t* const* panels, int64_t num_inputs,
+                     float* results) {
+        for (int i = 0; i < 2; ++i)
+            for (int r = 0; r < kRows; ++r) {
+                const int16_t* numbers = inputs.numbers + (row + r) * num_inputs;
+                int32_t sums[kPanel][4] = {};
+                for (int64_t k = 0; k < num_inputs; k += 4)
+                    for (int output = 0; output < kPanel; ++output)
+                        for (int j = 0; j < 4; ++j)
+                            sums[output][j] += int32_t(panels[i][k * kPanel + output * 4 + j]) * numbers[k + j];
+                for (int output = 0; output < kPanel; ++output)
+                    results[r * kWide + i * kPanel + output] =
+                        float(sums[output][0] + sums[output][1] + sums[output][2] + sums[output][3]);
+            }
+    }
+#endif
+#endif
+};
+
+// Calls compute(kernel, panels, row, num_rows, results) and take(row, num_rows, output, num_outputs, results) for blocks
+// of the product, results being [num_rows][32]. A block's outputs are those of two panels, so that pairs may be joined.
+template <typename Kernel, typename Value, typename Compute, typename Take>
+bool in_blocks(const Team& team, const Projection& p, int64_t num_rows, Compute compute, Take take) {
+    const int64_t num_panels = (p.num_outputs + kPanel - 1) / kPanel, num_pairs = (num_panels + 1) / 2;
+    const int64_t num_passes = (num_rows + kRowsPerPass - 1) / kRowsPerPass;
+    const int64_t threads = std::min(team.num_threads, 1 + num_rows * p.num_inputs * p.num_outputs / kProductsPerThread);
+    // More parts than threads: one that is late, or shares its core, takes fewer.
+    const int64_t part = std::max<int64_t>(1, num_pairs / (8 * threads)), num_parts = (num_pairs + part - 1) / part;
+    struct Scratch {
+        std::unique_ptr<Kernel> kernel = std::make_unique<Kernel>();
+        alignas(64) float results[kBlockRows * kWide];
+    };
+    return team.run(threads, num_passes * num_parts, [] { return Scratch(); }, [&](Scratch& s, int64_t item) {
+        const int64_t begin = item / num_parts * kRowsPerPass, end = std::min(begin + kRowsPerPass, num_rows);
+        const int64_t first = item % num_parts * part, last = std::min(first + part, num_pairs);
+        for (int64_t pair = first; pair < last; ++pair) {
+            const Value* panels[2];
+            for (int i = 0; i < 2; ++i)
+                panels[i] = static_cast<const Value*>(p.values) +
+                            std::min(2 * pair + i, num_panels - 1) * p.num_inputs * kPanel;
+            const int64_t output = pair * kWide, num_outputs = std::min<int64_t>(kWide, p.num_outputs - output);
+            for (int64_t row = begin; row < end; row += kBlockRows) {
+                const int64_t count = std::min(kBlockRows, end - row);
+                compute(*s.kernel, panels, row, count, s.results);
+                if (p.bias)
+                    for (int64_t r = 0; r < count; ++r)
+                        for (int64_t i = 0; i < num_outputs; ++i) s.results[r * kWide + i] += p.bias[output + i];
+                take(row, count, output, num_outputs, s.results);
+            }
+        }
+    });
+}
+
+// Gives the product of rows of float or bfloat16 to take; gives whether there was memory.
+template <typename T, typename Take>
+bool multiply(const Team& team, const Projection& p, const T* inputs, int64_t num_rows, Take take) {
+    return in_blocks<Multiplier<T>, T>(
+        team, p, num_rows,
+        [&](Multiplier<T>& kernel, const T* const* panels, int64_t row, int64_t count, float* results) {
+            kernel(inputs + row * p.num_inputs, p.num_inputs, count, panels, p.num_inputs, results);
+        },
+        take);
+}
+
+// The same for rows of whole numbers and an int8 weight.
+template <typename Take>
+bool multiply(const Team& team, const Projection& p, const WholeRows& inputs, int64_t num_rows, Take take) {
+    return in_blocks<WholeMultiplier, int8_t>(
+        team, p, num_rows,
+        [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t row, int64_t count, float* results) {
+            kernel(inputs, row, count, panels, p.num_inputs, results);
+            const int64_t panel = (panels[0] - static_cast<const int8_t*>(p.values)) / (p.num_inputs * kPanel);
+            const int64_t num_outputs = std::min<int64_t>(kWide, (p.num_outputs + kPanel - 1) / kPanel * kPanel - panel * kPanel);
+            for (int64_t r = 0; r < count; ++r)
+                for (int64_t i = 0; i < num_outputs; ++i)
+                    results[r * kWide + i] *= p.scales[panel * kPanel + i] * inputs.scales[row + r];
+        },
+        take);
+}
+
+}  // namespace
