@@ -15,6 +15,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "../native/matmul.h"
 #include "../native/numbers.h"
 #include "../native/team.h"
 
@@ -49,6 +50,7 @@ namespace {
 
 constexpr int kTile = 64;       // keys per tile
 constexpr int kQueryRows = 48;  // (query token, head) pairs that share one pass over a tile
+constexpr int kQueryRowsOfProducts = 192;  // the same where bfloat16 is multiplied as such
 constexpr int kLanes = 8;
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kAttentionProductsPerThread = 1 << 16;  // about 10 us; less is done sooner than another thread wakes up
@@ -103,6 +105,21 @@ inline Vec exp_of_negative(Vec x) {
     const Vec result = power * (Vec)exponent;
     return underflow ? broadcast(0.0f) : result;
 }
+
+#if defined(__AVX512BF16__)
+inline __m512 exp_of_negative(__m512 x) {
+    const __m512 lowest = _mm512_set1_ps(-87.0f);
+    const __mmask16 counts = _mm512_cmp_ps_mask(x, lowest, _CMP_GE_OQ);
+    x = _mm512_max_ps(x, lowest);
+    const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+    __m512 power = _mm512_set1_ps(1.0f / 720);
+    for (float next : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
+        power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(next));
+    return _mm512_maskz_scalef_ps(counts, power, n);
+}
+#endif
 
 inline float sum_of_lanes(Vec x) { return ((x[0] + x[1]) + (x[2] + x[3])) + ((x[4] + x[5]) + (x[6] + x[7])); }
 inline float max_of_lanes(Vec x) {
@@ -216,16 +233,30 @@ __attribute__((noinline)) void softmax_of_tile(float* scores, int num_keys, int 
     *sum = sum_of_lanes(sums);
 }
 
-// Merges a tile's result into the result of the tiles before it. One body, so that all callers round alike.
-__attribute__((noinline)) void merge_tile(float* max, float* sum, float* output, float tile_max, float tile_sum,
-                                          const float* tile_output, int64_t head_dim) {
-    if (tile_max == kNegativeInfinity && tile_sum == 0.0f) return;
-    const float new_max = tile_max > *max ? tile_max : *max;
-    const float keep = std::exp(*max - new_max), take = std::exp(tile_max - new_max);
-    *sum = *sum * keep + tile_sum * take;
-    *max = new_max;
-    for (int64_t d = 0; d < head_dim; d += kLanes)
-        store(output + d, load(output + d) * broadcast(keep) + load(tile_output + d) * broadcast(take));
+// Merges maxima and sums of a tile into those of the tiles before it, and gives the factors of what was and what comes.
+// One body, so that all callers round alike. Arrays reach up to a multiple of 8.
+__attribute__((noinline)) void merge_sums(int64_t num_rows, float* max, float* sum, const float* tile_max,
+                                          const float* tile_sum, float* keep, float* take) {
+    for (int64_t row = 0; row < num_rows; row += kLanes) {
+        const Vec before = load(max + row), added = load(tile_max + row);
+        const Vec larger = added > before ? added : before;
+        // With nothing visible so far, subtracting 0 keeps e^(-inf) = 0; -inf - -inf would be NaN.
+        const Vec shift = larger == kNegativeInfinity ? broadcast(0.0f) : larger;
+        const Vec kept = exp_of_negative(before - shift), taken = exp_of_negative(added - shift);
+        store(sum + row, load(sum + row) * kept + load(tile_sum + row) * taken);
+        store(max + row, larger);
+        store(keep + row, kept);
+        store(take + row, taken);
+    }
+}
+
+// output = output * keep + added * take, for rows of `width` numbers.
+__attribute__((noinline)) void merge_outputs(int64_t num_rows, int64_t width, const float* keep, const float* take,
+                                             float* output, int64_t stride, const float* added, int64_t added_stride) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        for (int64_t d = 0; d < width; d += kLanes)
+            store(output + row * stride + d, load(output + row * stride + d) * broadcast(keep[row]) +
+                                                 load(added + row * added_stride + d) * broadcast(take[row]));
 }
 
 // A piece of work: some new tokens of a row, for some KV heads and their query heads, over some tiles of keys.
@@ -237,8 +268,9 @@ struct Unit {
 
 struct Attention {
     const ForwardArgs& a;
+    const bool uses_products;  // bfloat16 is multiplied as such
     const int64_t group = a.num_heads / a.num_kv_heads;
-    const int64_t queries_per_unit = std::max<int64_t>(1, kQueryRows / group);
+    const int64_t queries_per_unit = std::max<int64_t>(1, (uses_products ? kQueryRowsOfProducts : kQueryRows) / group);
     std::vector<Unit> units;  // in the order of work: the longest first
     std::vector<Unit> split;  // units that were cut; their partials lie one tile after the other
     int64_t num_threads = 1;
@@ -328,17 +360,28 @@ struct Attention {
 
 // Work memory of one thread. Rows are (KV head, query token, query head of the KV head), the last running fastest.
 struct Scratch {
+    Scratch(int64_t num_rows, int64_t head_size)
+        : max_rows((num_rows + 15) / 16 * 16), head_dim(head_size),
+          memory(static_cast<float*>(::operator new(size() * sizeof(float), std::align_val_t(64)))) {}
+    int64_t size() const { return max_rows * (3 * head_dim + 2 * kTile + 6) + 2 * kTile * head_dim; }
+    struct Free {
+        void operator()(float* memory) const { ::operator delete(memory, std::align_val_t(64)); }
+    };
+
     const int64_t max_rows, head_dim;
-    std::unique_ptr<float[]> memory{new float[max_rows * (3 * head_dim + kTile + 4) + 2 * kTile * head_dim]};
+    std::unique_ptr<float, Free> memory;
     float* query = memory.get();
     float* output = query + max_rows * head_dim;
     float* tile_output = output + max_rows * head_dim;
     float* scores = tile_output + max_rows * head_dim;
-    float* max = scores + max_rows * kTile;
+    float* weights = scores + max_rows * kTile;
+    float* max = weights + max_rows * kTile;
     float* sum = max + max_rows;
     float* tile_max = sum + max_rows;
     float* tile_sum = tile_max + max_rows;
-    float* keys = tile_sum + max_rows;
+    float* keep = tile_sum + max_rows;
+    float* take = keep + max_rows;
+    float* keys = take + max_rows;
     float* values = keys + kTile * head_dim;
     int64_t slots[kTile];  // the tile's slots, the same for all heads
     const float* key_rows[kTile];
@@ -354,14 +397,14 @@ inline const float* row_as_float(const T* row, bool in_place, float* copy, int64
     return copy;
 }
 
-// Finds the slots of a tile; gives how many keys there are, and fills up to a multiple of 4.
+// Finds the slots of a tile; gives how many keys there are, and fills up to a whole tile.
 int find_slots(const Attention& attention, const Unit& unit, int64_t tile, Scratch& s) {
     const ForwardArgs& a = attention.a;
     const int64_t first = attention.first_visible(attention.position(unit.row, unit.first_query));
     const int64_t last = attention.position(unit.row, unit.first_query + unit.num_queries - 1);
     const int num_keys = int(std::min<int64_t>(kTile, last + 1 - tile * kTile));
     const int32_t* blocks = a.block_tables + unit.row * a.block_table_stride;
-    for (int i = 0; i < (num_keys + 3) / 4 * 4; ++i) {
+    for (int i = 0; i < kTile; ++i) {
         // What no query of the unit sees may be another's by now, or NaN: a key that is seen stands in, with weight 0.
         const uint32_t position = uint32_t(std::clamp<int64_t>(tile * kTile + i, first, last));
         const uint32_t block_size = uint32_t(a.block_size);
@@ -380,11 +423,141 @@ void prefetch_tile(const ForwardArgs& a, const Scratch& s, int num_keys) {
                 __builtin_prefetch(static_cast<const char*>(cache) + s.slots[i] * token_bytes + offset, 0, 2);
 }
 
-// Leaves scores, maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on.
+// What a thread keeps for its work.
+template <typename T>
+struct ThreadState {
+    Scratch scratch;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct ThreadState<BFloat16> {
+    Scratch scratch;
+    Multiplier<BFloat16> multiply{};
+};
+#endif
+
+#if defined(__AVX512BF16__)
+#define RUNNERD_BFLOAT16_PRODUCTS 1
+
+// Turns 16 rows of 16 words around.
+inline void transpose(const uint32_t* const* rows, int64_t offset, uint32_t* to, int64_t stride) {
+    __m512i a[16], b[16];
+    for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + offset);
+    for (int i = 0; i < 8; ++i) {
+        b[2 * i] = _mm512_unpacklo_epi32(a[2 * i], a[2 * i + 1]);
+        b[2 * i + 1] = _mm512_unpackhi_epi32(a[2 * i], a[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        a[4 * i] = _mm512_unpacklo_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 1] = _mm512_unpackhi_epi64(b[4 * i], b[4 * i + 2]);
+        a[4 * i + 2] = _mm512_unpacklo_epi64(b[4 * i + 1], b[4 * i + 3]);
+        a[4 * i + 3] = _mm512_unpackhi_epi64(b[4 * i + 1], b[4 * i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        b[i] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88);
+        b[i + 4] = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xdd);
+        b[i + 8] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88);
+        b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 8; ++i) {
+        _mm512_storeu_si512(to + i * stride, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_storeu_si512(to + (i + 8) * stride, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+    }
+}
+
+// Weights of one query row relative to the tile's maximum. Scores lie in two parts of 32 keys each.
+inline void softmax_of_row(const float* const* scores, float scale, float softcap, int begin, int end, BFloat16* weights,
+                           float* max, float* sum) {
+    const __m512 lowest = _mm512_set1_ps(kNegativeInfinity);
+    __m512 s[4];
+    for (int i = 0; i < 4; ++i) {
+        s[i] = _mm512_mul_ps(_mm512_loadu_ps(scores[i / 2] + i % 2 * 16), _mm512_set1_ps(scale));
+        if (softcap > 0) {
+            const __m512 x = _mm512_mul_ps(s[i], _mm512_set1_ps(2.0f / softcap));
+            const __m512 e = exp_of_negative(_mm512_or_ps(x, _mm512_set1_ps(-0.0f)));
+            const __m512 one = _mm512_set1_ps(1.0f);
+            const __m512 t = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+            const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
+            s[i] = _mm512_mul_ps(_mm512_or_ps(t, sign), _mm512_set1_ps(softcap));
+        }
+        const int first = std::clamp(begin - i * 16, 0, 16), last = std::clamp(end - i * 16, 0, 16);
+        const __mmask16 visible = __mmask16((1u << last) - 1) & __mmask16(~((1u << first) - 1));
+        s[i] = _mm512_mask_mov_ps(lowest, visible, s[i]);
+    }
+    *max = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3])));
+    const __m512 shift = _mm512_set1_ps(*max == kNegativeInfinity ? 0.0f : *max);
+    for (int i = 0; i < 4; ++i) s[i] = exp_of_negative(_mm512_sub_ps(s[i], shift));
+    *sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3])));
+    _mm512_storeu_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(s[1], s[0]));
+    _mm512_storeu_si512(weights + 32, (__m512i)_mm512_cvtne2ps_pbh(s[3], s[2]));
+}
+
+// Leaves maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on, by products of
+// bfloat16: keys and values of the tile are laid out like a packed weight.
+inline void attend_by_products(const Attention& attention, const Unit& unit, int64_t tile, int64_t kv_head,
+                               int64_t first_row, Scratch& s, Multiplier<BFloat16>& multiply) {
+    const ForwardArgs& a = attention.a;
+    const int64_t token_size = a.num_kv_heads * a.head_dim, num_rows = unit.num_queries * attention.group;
+    BFloat16* const keys = reinterpret_cast<BFloat16*>(s.keys);      // [kTile / 16][head_dim / 2][16][2]
+    BFloat16* const values = reinterpret_cast<BFloat16*>(s.values);  // [head_dim / 16][kTile / 2][16][2]
+    BFloat16* const weights = reinterpret_cast<BFloat16*>(s.weights) + first_row * kTile;
+    const BFloat16* const query = reinterpret_cast<const BFloat16*>(s.query) + first_row * a.head_dim;
+    for (int64_t panel = 0; panel < kTile / kPanel; ++panel) {
+        const uint32_t* rows[kPanel];
+        for (int i = 0; i < kPanel; ++i)
+            rows[i] = reinterpret_cast<const uint32_t*>(static_cast<const BFloat16*>(a.key_cache) +
+                                                        s.slots[panel * kPanel + i] * token_size + kv_head * a.head_dim);
+        for (int64_t d = 0; d < a.head_dim / 2; d += 16)
+            transpose(rows, d, reinterpret_cast<uint32_t*>(keys + panel * a.head_dim * kPanel) + d * kPanel, kPanel);
+    }
+    // Words of two keys at a time: the lower halves of a pair of rows, and the upper ones.
+    for (int64_t key = 0; key < kTile; key += 2) {
+        const BFloat16* const cache = static_cast<const BFloat16*>(a.value_cache) + kv_head * a.head_dim;
+        const BFloat16 *even = cache + s.slots[key] * token_size, *odd = cache + s.slots[key + 1] * token_size;
+        for (int64_t d = 0; d < a.head_dim; d += kPanel) {
+            const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(even + d)));
+            const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(odd + d)));
+            _mm512_storeu_si512(values + d * kTile + key * kPanel, _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
+        }
+    }
+    alignas(64) float parts[2][kBlockRows * kWide];
+    for (int64_t row = 0; row < num_rows; row += kBlockRows) {
+        const int64_t count = std::min(kBlockRows, num_rows - row);
+        for (int part = 0; part < 2; ++part) {
+            const BFloat16* const panels[2] = {keys + 2 * part * a.head_dim * kPanel,
+                                               keys + (2 * part + 1) * a.head_dim * kPanel};
+            multiply(query + row * a.head_dim, a.head_dim, count, panels, a.head_dim, parts[part]);
+        }
+        for (int64_t r = 0; r < count; ++r) {
+            const int64_t position = attention.position(unit.row, unit.first_query + (row + r) / attention.group);
+            const int64_t begin = attention.first_visible(position) - tile * kTile, end = position + 1 - tile * kTile;
+            const float* const scores[2] = {parts[0] + r * kWide, parts[1] + r * kWide};
+            softmax_of_row(scores, a.scale, a.softcap, int(std::clamp<int64_t>(begin, 0, kTile)),
+                           int(std::clamp<int64_t>(end, 0, kTile)), weights + (row + r) * kTile,
+                           s.tile_max + first_row + row + r, s.tile_sum + first_row + row + r);
+        }
+        for (int64_t d = 0; d < a.head_dim; d += kWide) {
+            const BFloat16* const panels[2] = {values + d * kTile, values + (d + kPanel) * kTile};
+            multiply(weights + row * kTile, kTile, count, panels, kTile, parts[0]);
+            for (int64_t r = 0; r < count; ++r)
+                std::memcpy(s.tile_output + (first_row + row + r) * a.head_dim + d, parts[0] + r * kWide,
+                            kWide * sizeof(float));
+        }
+    }
+}
+#endif
+
+// The same in float32.
 template <typename T>
 void attend_to_tile(const Attention& attention, const Unit& unit, int64_t tile, int num_keys, int64_t kv_head,
-                    int64_t first_row, Scratch& s) {
+                    int64_t first_row, ThreadState<T>& state) {
     const ForwardArgs& a = attention.a;
+    Scratch& s = state.scratch;
+#if defined(RUNNERD_BFLOAT16_PRODUCTS)
+    if constexpr (std::is_same_v<T, BFloat16>)
+        if (attention.uses_products)
+            return attend_by_products(attention, unit, tile, kv_head, first_row, s, state.multiply);
+#endif
     // Rows that lie far apart fall into few sets of the first-level cache; a copy that is read often pays.
     const int64_t token_size = a.num_kv_heads * a.head_dim;
     const bool in_place = unit.num_queries == 1 || token_size < 512;
@@ -428,7 +601,10 @@ void load_query(const Attention& attention, const Unit& unit, Scratch& s) {
         const TokenAndHead at(attention, unit, row);
         const int64_t offset = at.token * a.query_token_stride + at.head * a.query_head_stride;
         const T* from = static_cast<const T*>(a.query) + offset;
-        for (int64_t d = 0; d < a.head_dim; ++d) s.query[row * a.head_dim + d] = to_float(from[d]) * a.scale;
+        if (attention.uses_products)
+            std::memcpy(reinterpret_cast<T*>(s.query) + row * a.head_dim, from, a.head_dim * sizeof(T));
+        else
+            for (int64_t d = 0; d < a.head_dim; ++d) s.query[row * a.head_dim + d] = to_float(from[d]) * a.scale;
     }
 }
 
@@ -449,13 +625,13 @@ void clear(Scratch& s, int64_t num_rows) {
 }
 
 void merge_tiles(Scratch& s, int64_t num_rows, const float* tile_max, const float* tile_sum, const float* tile_output) {
-    for (int64_t row = 0; row < num_rows; ++row)
-        merge_tile(s.max + row, s.sum + row, s.output + row * s.head_dim, tile_max[row], tile_sum[row],
-                   tile_output + row * s.head_dim, s.head_dim);
+    merge_sums(num_rows, s.max, s.sum, tile_max, tile_sum, s.keep, s.take);
+    merge_outputs(num_rows, s.head_dim, s.keep, s.take, s.output, s.head_dim, tile_output, s.head_dim);
 }
 
 template <typename T>
-void attend(const Attention& attention, const Unit& unit, Scratch& s) {
+void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state) {
+    Scratch& s = state.scratch;
     const int64_t num_rows = attention.num_rows(unit), rows_of_head = unit.num_queries * attention.group;
     load_query<T>(attention, unit, s);
     clear(s, num_rows);
@@ -464,7 +640,7 @@ void attend(const Attention& attention, const Unit& unit, Scratch& s) {
         const int num_keys = find_slots(attention, unit, tile, s);
         if (unit.num_heads > 1) prefetch_tile<T>(attention.a, s, num_keys);
         for (int64_t head = 0; head < unit.num_heads; ++head)
-            attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, s);
+            attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, state);
         if (unit.partials) {
             float* partial = unit.partials + i * attention.partial_size(unit);
             std::copy_n(s.tile_max, num_rows, partial);
@@ -490,19 +666,26 @@ void merge_partials(const Attention& attention, const Unit& unit, Scratch& s) {
 
 template <typename T>
 Status forward(const ForwardArgs& args) {
-    Attention attention{args};
+#if defined(RUNNERD_BFLOAT16_PRODUCTS)
+    const bool uses_products = std::is_same_v<T, BFloat16> && args.head_dim % kWide == 0;
+#else
+    const bool uses_products = false;
+#endif
+    Attention attention{args, uses_products};
     const Status status = attention.check();
     if (status != kOk) return status;
     attention.plan();
     const Team team{args.parallel_region, args.num_threads};
     const int64_t max_rows = std::max(attention.queries_per_unit * attention.group, args.num_heads);
-    const auto make_scratch = [&] { return Scratch{max_rows, args.head_dim}; };
-    if (!team.run(attention.num_threads, int64_t(attention.units.size()), make_scratch,
-                  [&](Scratch& scratch, int64_t i) { attend<T>(attention, attention.units[i], scratch); }))
+    const auto make_state = [&] {
+        return std::unique_ptr<ThreadState<T>>(new ThreadState<T>{Scratch(max_rows, args.head_dim)});
+    };
+    if (!team.run(attention.num_threads, int64_t(attention.units.size()), make_state,
+                  [&](auto& state, int64_t i) { attend<T>(attention, attention.units[i], *state); }))
         return kNoMemory;
     if (attention.split.empty()) return kOk;
     const int64_t mergers = std::min(attention.num_threads, 1 + attention.partials_size / kAttentionProductsPerThread);
-    return team.run(mergers, int64_t(attention.split.size()), make_scratch,
+    return team.run(mergers, int64_t(attention.split.size()), [&] { return Scratch(max_rows, args.head_dim); },
                     [&](Scratch& scratch, int64_t i) { merge_partials<T>(attention, attention.split[i], scratch); })
                ? kOk
                : kNoMemory;
