@@ -404,11 +404,17 @@ int find_slots(const Attention& attention, const Unit& unit, int64_t tile, Scrat
     const int64_t last = attention.position(unit.row, unit.first_query + unit.num_queries - 1);
     const int num_keys = int(std::min<int64_t>(kTile, last + 1 - tile * kTile));
     const int32_t* blocks = a.block_tables + unit.row * a.block_table_stride;
+    // What no query of the unit sees may be another's by now, or NaN: a key that is seen stands in, with weight 0.
+    int64_t position = std::clamp<int64_t>(tile * kTile, first, last), offset = position % a.block_size;
+    const int32_t* block = blocks + position / a.block_size;
     for (int i = 0; i < kTile; ++i) {
-        // What no query of the unit sees may be another's by now, or NaN: a key that is seen stands in, with weight 0.
-        const uint32_t position = uint32_t(std::clamp<int64_t>(tile * kTile + i, first, last));
-        const uint32_t block_size = uint32_t(a.block_size);
-        s.slots[i] = blocks[position / block_size] * a.block_size + position % block_size;
+        s.slots[i] = *block * a.block_size + offset;
+        if (tile * kTile + i < first || position == last) continue;
+        ++position;
+        if (++offset == a.block_size) {
+            offset = 0;
+            ++block;
+        }
     }
     return num_keys;
 }
@@ -676,7 +682,9 @@ Status forward(const ForwardArgs& args) {
     if (status != kOk) return status;
     attention.plan();
     const Team team{args.parallel_region, args.num_threads};
-    const int64_t max_rows = std::max(attention.queries_per_unit * attention.group, args.num_heads);
+    int64_t max_rows = 0;
+    for (const Unit& unit : attention.units) max_rows = std::max(max_rows, attention.num_rows(unit));
+    for (const Unit& unit : attention.split) max_rows = std::max(max_rows, attention.num_rows(unit));
     const auto make_state = [&] {
         return std::unique_ptr<ThreadState<T>>(new ThreadState<T>{Scratch(max_rows, args.head_dim)});
     };

@@ -121,6 +121,26 @@ inline Vec silu(Vec x) {
     return x * (x > 0 ? one : e) / (one + e);
 }
 
+// Gives silu(gate) * up of 16 gates and the 16 ups behind them.
+template <typename T>
+inline void join(const float* from, T* to) {
+    for (int i = 0; i < kPanel; i += kLanes) {
+        float joined[kLanes];
+        store(joined, silu(load(from + i)) * load(from + kPanel + i));
+        for (int lane = 0; lane < kLanes; ++lane) from_float(joined[lane], to + i + lane);
+    }
+}
+#if defined(__AVX512BF16__)
+inline void join(const float* from, BFloat16* to) {
+    const __m512 gate = _mm512_loadu_ps(from), one = _mm512_set1_ps(1.0f);
+    const __m512 e = exp_of_negative(_mm512_or_ps(gate, _mm512_set1_ps(-0.0f)));
+    const __mmask16 positive = _mm512_cmp_ps_mask(gate, _mm512_setzero_ps(), _CMP_GT_OQ);
+    const __m512 share = _mm512_div_ps(_mm512_mask_mov_ps(e, positive, one), _mm512_add_ps(one, e));
+    const __m512 joined = _mm512_mul_ps(_mm512_mul_ps(gate, share), _mm512_loadu_ps(from + kPanel));
+    _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(joined));
+}
+#endif
+
 template <typename T>
 class Step {
 public:
@@ -240,11 +260,7 @@ private:
                         [&](int64_t row, int64_t count, int64_t output, int64_t, const float* results) {
                             for (int64_t r = 0; r < count; ++r) {
                                 const float* from = results + r * kWide;
-                                float joined[kPanel];
-                                for (int i = 0; i < kPanel; i += kLanes)
-                                    ::store(joined + i, silu(load(from + i)) * load(from + kPanel + i));
-                                T* to = w.gated + (row + r) * m.intermediate_size + output / 2;
-                                for (int i = 0; i < kPanel; ++i) from_float(joined[i], to + i);
+                                join(from, w.gated + (row + r) * m.intermediate_size + output / 2);
                             }
                         });
     }

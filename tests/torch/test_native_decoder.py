@@ -1,0 +1,282 @@
+"""The native decoder gives the numbers of transformers, and a token's bits depend on nothing but its own sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runnerd_spi import InvalidOption, ModelLoadError, RunnerConfig, RunnerUnavailable
+from runnerd_torch.attention import AttentionMetadata
+from runnerd_torch.attention.native_attention import NativePagedAttention
+from runnerd_torch.decoder import DecoderBuilder, DecoderLibrary, NativeDecoder
+from runnerd_torch.decoder.library import PHASES
+from runnerd_torch.decoder.model import reason_against
+from runnerd_torch.decoder.packing import pack, taking_turns
+from runnerd_torch.models import ATTENTION_NAME, KVCache, StepAttention, TransformersModel, register_attention
+from runnerd_torch.plugin import CPU
+
+BLOCK_SIZE = 8
+NUM_BLOCKS = 64
+SIZES = {
+    "vocab_size": 101,  # no multiple of a panel
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {"tie_word_embeddings": True}),
+    "llama of other heads": (
+        transformers.LlamaConfig,
+        {"head_dim": 24, "num_attention_heads": 4, "tie_word_embeddings": False},
+    ),
+    "mistral": (transformers.MistralConfig, {"sliding_window": 11}),
+    "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False}),
+    "qwen3": (transformers.Qwen3Config, {"tie_word_embeddings": True}),
+}
+
+
+def make_network(family: str, dtype: torch.dtype = torch.float32, **more: object) -> transformers.PreTrainedModel:
+    config_class, own = FAMILIES[family]
+    config = config_class(**SIZES | own | more, attn_implementation=ATTENTION_NAME)
+    register_attention()
+    torch.manual_seed(0)
+    network = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    for name, parameter in network.named_parameters():
+        # Norms of 1 and biases of 0 would hide whether they are there.
+        if "norm" in name or name.endswith("bias"):
+            torch.nn.init.normal_(parameter, mean=0.5, std=0.5)
+        else:
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    return network.to(dtype).eval().requires_grad_(False)
+
+
+@dataclass
+class Sequences:
+    """Sequences over one paged cache; a step computes the next tokens of some of them."""
+
+    model: TransformersModel | NativeDecoder
+    tokens: list[list[int]]
+    dtype: torch.dtype
+    table_offset: int = 0
+    """Added to the blocks that attention is told of."""
+
+    def __post_init__(self) -> None:
+        def cache(layer):
+            return torch.zeros(NUM_BLOCKS, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim, dtype=self.dtype)
+
+        self.caches = tuple(KVCache(cache(layer), cache(layer)) for layer in self.model.layers)
+        self.num_blocks = NUM_BLOCKS // len(self.tokens)
+        self.computed = [0] * len(self.tokens)
+
+    def step(self, rows: dict[int, int]) -> torch.Tensor:
+        """Give the logits of the next so many tokens of each sequence."""
+        counts, lens = list(rows.values()), []
+        input_ids, positions, slots = [], [], []
+        for row, count in rows.items():
+            begin = self.computed[row]
+            input_ids += self.tokens[row][begin : begin + count]
+            positions += range(begin, begin + count)
+            slots += [row * self.num_blocks * BLOCK_SIZE + position for position in range(begin, begin + count)]
+            self.computed[row] += count
+            lens.append(begin + count)
+        starts = np.cumsum([0, *counts]).astype(np.int32)
+        first_blocks = [row * self.num_blocks + self.table_offset for row in rows]
+        metadata = AttentionMetadata(
+            query_start_loc=torch.from_numpy(starts),
+            seq_lens=torch.tensor(lens, dtype=torch.int32),
+            block_tables=torch.tensor(
+                [list(range(first, first + self.num_blocks)) for first in first_blocks], dtype=torch.int32
+            ),
+            slot_mapping=torch.tensor(slots, dtype=torch.int64),
+            query_start_loc_cpu=starts,
+            seq_lens_cpu=np.array(lens, np.int32),
+            num_rows=len(rows),
+            max_query_len=max(counts),
+            max_seq_len=max(lens),
+            block_size=BLOCK_SIZE,
+        )
+        attention = StepAttention(NativePagedAttention(), self.caches, metadata)
+        with torch.inference_mode():
+            return self.model.forward(
+                torch.tensor(input_ids), torch.tensor(positions), torch.arange(len(input_ids)), attention
+            ).clone()
+
+
+@pytest.fixture(scope="module")
+def library() -> DecoderLibrary:
+    return DecoderLibrary()
+
+
+def native(library: DecoderLibrary, network: transformers.PreTrainedModel, quantization="none") -> NativeDecoder:
+    probed = TransformersModel(network)
+    assert reason_against(network, probed, quantization) is None
+    return NativeDecoder(network, probed, library, quantization)
+
+
+def some_tokens(*lengths: int) -> list[list[int]]:
+    numbers = torch.Generator().manual_seed(5)
+    return [torch.randint(0, SIZES["vocab_size"], (length,), generator=numbers).tolist() for length in lengths]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(library, family):
+    tokens = some_tokens(37, 5, 70)
+    expected = Sequences(TransformersModel(make_network(family)), tokens, torch.float32)
+    got = Sequences(native(library, make_network(family)), tokens, torch.float32)
+    for rows in ({0: 37, 1: 4, 2: 33}, {1: 1, 2: 37}):
+        torch.testing.assert_close(got.step(rows), expected.step(rows), atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(library, family):
+    rounded = make_network(family, torch.bfloat16).float()
+    tokens = some_tokens(60, 20)
+    exact = Sequences(TransformersModel(rounded), tokens, torch.float32).step({0: 60, 1: 20})
+    theirs = Sequences(TransformersModel(make_network(family, torch.bfloat16)), tokens, torch.bfloat16)
+    ours = Sequences(native(library, make_network(family, torch.bfloat16)), tokens, torch.bfloat16)
+    their_error = (theirs.step({0: 60, 1: 20}).float() - exact).square().mean().sqrt()
+    our_error = (ours.step({0: 60, 1: 20}) - exact).square().mean().sqrt()
+    assert our_error < 1.2 * their_error
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_int8_gives_the_logits_of_its_own_rounded_weights(library, family):
+    def rounded(network):
+        for name, parameter in network.named_parameters():
+            if parameter.dim() == 2 and ("proj" in name or "lm_head" in name or network.config.tie_word_embeddings):
+                scales = parameter.float().abs().amax(1, keepdim=True) / 127
+                parameter.copy_((parameter.float() / scales).round() * scales)
+        return network
+
+    tokens = some_tokens(40, 9)
+    network = make_network(family, torch.bfloat16).float()
+    exact = Sequences(TransformersModel(rounded(network)), tokens, torch.float32).step({0: 40, 1: 9})
+    decoder = native(library, make_network(family, torch.bfloat16), "int8")
+    got = Sequences(decoder, tokens, torch.bfloat16).step({0: 40, 1: 9})
+    error = (got - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert error < 0.03
+    assert decoder.weights_bytes < 0.6 * native(library, make_network(family, torch.bfloat16)).weights_bytes
+
+
+@pytest.mark.parametrize(
+    ("dtype", "quantization"), [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8")]
+)
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_a_token_has_the_same_bits_in_every_batch_and_chunk(library, dtype, quantization, num_threads):
+    tokens = some_tokens(50, 18, 33)
+    decoder = native(library, make_network("llama", dtype), quantization)
+    alone = [Sequences(decoder, [row], dtype).step({0: len(row)}) for row in tokens]
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        together = Sequences(decoder, tokens, dtype)
+        got: list[list[torch.Tensor]] = [[], [], []]
+        for rows in ({0: 1, 1: 17}, {0: 40, 2: 32}, {0: 1, 1: 1, 2: 1}, {0: 8}):
+            parts = together.step(rows).split(list(rows.values()))
+            for row, part in zip(rows, parts, strict=True):
+                got[row].append(part)
+    finally:
+        torch.set_num_threads(before)
+    for row, parts in enumerate(got):
+        assert torch.equal(torch.cat(parts), alone[row])
+
+
+@settings(max_examples=40, deadline=None)
+@given(num_outputs=st.integers(1, 70), num_inputs=st.sampled_from([32, 64, 96]), seed=st.integers(0, 9))
+def test_a_packed_weight_holds_the_weight(num_outputs, num_inputs, seed):
+    weight = torch.randn(num_outputs, num_inputs, generator=torch.Generator().manual_seed(seed))
+    for dtype, part in ((torch.float32, 1), (torch.bfloat16, 2)):
+        packed = pack(weight.to(dtype), None, "none")
+        rows = packed.values.view(-1, num_inputs // part, 16, part).transpose(1, 2).reshape(-1, num_inputs)
+        assert torch.equal(rows[:num_outputs], weight.to(dtype))
+        assert not rows[num_outputs:].any()
+
+
+def test_gates_and_ups_take_turns_by_panels():
+    gate, up = torch.arange(64.0).view(32, 2), torch.arange(64.0, 128.0).view(32, 2)
+    joined = taking_turns(gate, up)
+    assert torch.equal(joined[:16], gate[:16])
+    assert torch.equal(joined[16:32], up[:16])
+    assert torch.equal(joined[32:48], gate[16:])
+
+
+def test_phases_of_a_step_are_measured_when_asked_for(library):
+    decoder = native(library, make_network("llama"))
+    decoder.phase_ns = torch.zeros(len(PHASES), dtype=torch.int64)
+    Sequences(decoder, some_tokens(20), torch.float32).step({0: 20})
+    assert (decoder.phase_ns > 0).all()
+
+
+def test_slots_and_blocks_outside_the_cache_are_refused(library):
+    decoder = native(library, make_network("llama"))
+    with pytest.raises(IndexError, match="block_tables hold a block outside"):
+        Sequences(decoder, some_tokens(20), torch.float32, table_offset=NUM_BLOCKS).step({0: 20})
+    sequences = Sequences(decoder, some_tokens(4, 4), torch.float32)
+    sequences.num_blocks = NUM_BLOCKS
+    with pytest.raises(IndexError, match="slot_mapping holds a slot outside"):
+        sequences.step({1: 4})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "quantization", "reason"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "none", "its activation is not SiLU"),
+        ("llama", {"mlp_bias": True}, "none", "its MLP has biases"),
+        ("llama", {"intermediate_size": 40}, "none", "no multiple of 32"),
+        ("llama", {"intermediate_size": 96}, "int8", "no multiple of 64"),
+    ],
+)
+def test_what_it_does_not_serve_is_named(library, family, changes, quantization, reason):
+    network = make_network(family, torch.bfloat16, **changes)
+    assert reason in reason_against(network, TransformersModel(network), quantization)
+    needed = DecoderBuilder(quantization, required=True)
+    needed.prepare()
+    with pytest.raises(ModelLoadError, match="the native decoder does not serve this LlamaForCausalLM"):
+        needed.build("m", network, TransformersModel(network))
+    if quantization == "none":
+        wanted = DecoderBuilder(quantization, required=False)
+        wanted.prepare()
+        assert wanted.build("m", network, TransformersModel(network)) is None
+
+
+def test_without_a_compiler_it_is_left_out_or_refused(monkeypatch, caplog, tmp_path):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    DecoderBuilder("none", required=False).prepare()
+    assert "the native decoder cannot be used, falling back to torch" in caplog.text
+    with pytest.raises(RunnerUnavailable, match="choose model_impl fused and quantization none"):
+        DecoderBuilder("int8", required=False).prepare()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantization": "int4"}, "option quantization is 'int4', expected none, int8"),
+        ({"quantization": "int8", "attention": "torch"}, "option quantization int8 needs the native decoder"),
+        ({"model_impl": "native", "linear": "torch"}, "option model_impl native needs the native decoder"),
+        ({"quantization": "int8", "model_impl": "fused"}, "which model_impl fused leaves out"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, message):
+    config = RunnerConfig(
+        model="m",
+        dtype="auto",
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        max_in_flight=1,
+        block_size=8,
+        options=options,
+    )
+    with pytest.raises(InvalidOption, match=message):
+        CPU.create(config)
