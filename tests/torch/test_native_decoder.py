@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
 import numpy as np
@@ -280,3 +281,18 @@ def test_options_that_contradict_each_other_are_refused(options, message):
     )
     with pytest.raises(InvalidOption, match=message):
         CPU.create(config)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the flags are those of x86 compilers")
+@pytest.mark.parametrize("left_out", ["amx-tile amx-bf16 amx-int8", "amx-tile avx512bf16", "amx-tile avx512f", "avx"])
+def test_processors_that_can_less_compute_the_same(monkeypatch, left_out):
+    flags = " ".join(f"-mno-{name}" for name in left_out.split())
+    monkeypatch.setenv("CXX", f"c++ {flags}")
+    library = DecoderLibrary()
+    for family in FAMILIES:
+        test_logits_are_those_of_transformers(library, family)
+        test_bfloat16_is_as_near_to_float32_as_transformers_is(library, family)
+    test_int8_gives_the_logits_of_its_own_rounded_weights(library, "qwen2")
+    for dtype, quantization in ((torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8")):
+        test_a_token_has_the_same_bits_in_every_batch_and_chunk(library, dtype, quantization, 2)
