@@ -17,7 +17,7 @@ import torch
 from runnerd_torch.attention.checks import check_cache, check_new_tokens, check_query
 from runnerd_torch.attention.metadata import AttentionMetadata
 from runnerd_torch.attention.torch_attention import TorchPagedAttention
-from runnerd_torch.native.compile import library_of
+from runnerd_torch.native.compile import CompileError, library_of
 from runnerd_torch.native.threads import parallel_region_of_torch
 
 logger = logging.getLogger(__name__)
@@ -61,12 +61,14 @@ class NativePagedAttention:
         share_threads: Run on PyTorch's thread pool where it can be reached; else the kernel starts threads per call.
 
     Raises:
-        CompileError: The kernel cannot be compiled.
+        CompileError: The kernel cannot be compiled, or the operating system does not let it use what it was compiled for.
         OSError: The cache folder cannot be written, or the library cannot be loaded.
     """
 
     def __init__(self, *, share_threads: bool = True) -> None:
         self._library = ctypes.CDLL(str(library_of(SOURCE, os.environ)))
+        if self._library.runnerd_attention_prepare():
+            raise CompileError("the operating system does not let this process use the processor's matrix tiles")
         self._parallel_region = parallel_region_of_torch() if share_threads else None
         self._fallback = TorchPagedAttention()
 

@@ -3,6 +3,9 @@
 
 #include <new>
 
+// Gives 0 if this process may use what the library was compiled for; call it first.
+extern "C" int runnerd_attention_prepare() { return request_tiles() ? 0 : 1; }
+
 extern "C" int runnerd_attention_write(const WriteArgs* args) {
     const WriteArgs& a = *args;
     for (int64_t token = 0; token < a.num_tokens; ++token)

@@ -9,10 +9,6 @@
 #include <cstring>
 #include <memory>
 #include <new>
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
 
 #include "../attention/paged_attention.h"
 #include "../native/matmul.h"
@@ -346,15 +342,8 @@ private:
 
 }  // namespace
 
-// Gives 0 if the kernels may be used: the operating system must let this process use matrix tiles.
-extern "C" int runnerd_decoder_prepare() {
-#if defined(__AMX_BF16__) && defined(SYS_arch_prctl)
-    constexpr int kRequestPermission = 0x1023, kTileData = 18;
-    return int(syscall(SYS_arch_prctl, kRequestPermission, kTileData));
-#else
-    return 0;
-#endif
-}
+// Gives 0 if this process may use what the library was compiled for; call it first.
+extern "C" int runnerd_decoder_prepare() { return request_tiles() ? 0 : 1; }
 
 extern "C" int64_t runnerd_decoder_workspace(const DecoderModel* model, int64_t num_tokens) {
     Carver carver(nullptr);

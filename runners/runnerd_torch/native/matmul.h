@@ -18,6 +18,10 @@
 #if defined(__AVX512F__) || defined(__AMX_BF16__)
 #include <immintrin.h>
 #endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -140,6 +144,16 @@ public:
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #define RUNNERD_TILES 1
 
+// Asks the operating system to let this process use tiles; without that their first use ends it.
+inline bool request_tiles() {
+#if defined(__linux__)
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;
+    return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return true;
+#endif
+}
+
 // A thread's matrix tiles. Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights.
 class Tiles {
 public:
@@ -222,6 +236,10 @@ private:
 
     Tiles tiles_;
 };
+#endif
+
+#if !defined(RUNNERD_TILES)
+inline bool request_tiles() { return true; }
 #endif
 
 // Rows of whole numbers of up to 15 bits, each row with a scale: what an int8 weight is multiplied with. Sums of whole
