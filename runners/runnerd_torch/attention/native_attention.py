@@ -61,7 +61,7 @@ class NativePagedAttention:
         share_threads: Run on PyTorch's thread pool where it can be reached; else the kernel starts threads per call.
 
     Raises:
-        CompileError: The kernel cannot be compiled, or the operating system does not let it use what it was compiled for.
+        CompileError: It cannot be compiled, or the operating system does not let it use what it was compiled for.
         OSError: The cache folder cannot be written, or the library cannot be loaded.
     """
 
