@@ -9,7 +9,7 @@ TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow soak test-ascend test-ascend-slow test-go test-java test-node node-packages lint protos api-baseline \
-	bench-serving bench-frontend bench-overlap bench-cpu bench clean
+	bench-serving bench-frontend bench-overlap bench-cpu bench-phases bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -101,6 +101,9 @@ bench-frontend: $(VENV)/.dev ## what a message and a token cost the front end: J
 
 bench-cpu: $(VENV)/.dev ## runnerd beside other engines on a plain CPU (ARGS=--install installs them): JSON, table, bars
 	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+bench-phases: $(VENV)/.dev ## where the time of a decoder step on the CPU goes, beside the machine's floor: JSON and a table
+	$(BIN)/python benchmarks/phases.py $(ARGS)
 
 bench-overlap: $(VENV)/.dev ## synchronous beside overlapped steps: idle device, TPOT, host cost: JSON and tables
 	$(BIN)/python benchmarks/overlap.py $(ARGS)

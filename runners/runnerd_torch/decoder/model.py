@@ -61,6 +61,7 @@ class NativeDecoder:
         is_tied = network.lm_head.weight is embedding
         head = self._take(quantization, network.lm_head)
         decoder.embed_tokens.register_parameter("weight", None)
+        self._itemsize = head.values.itemsize
         self._model = ModelFields(
             layers=ctypes.cast(self._layers, ctypes.POINTER(LayerFields)),
             head=head.fields(),
@@ -91,6 +92,11 @@ class NativeDecoder:
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self._vocab_size
+
+    @property
+    def weight_itemsize(self) -> int:
+        """Bytes of a number of a projection."""
+        return self._itemsize
 
     @property
     def weights_bytes(self) -> int:
