@@ -120,6 +120,5 @@ def test_a_failure_that_nobody_read_is_met_at_the_launch_that_settles_its_step(b
     broken.device.synchronize()
     with pytest.raises(StepFailed, match="step 1 failed with RuntimeError: the device fell off") as raised:
         # Step 1 is settled by its own launch if the device is that quick, else by the next one.
-        for step_id in (2, 3):
-            broken.runner.execute_model(plan(step_id))
+        list(map(broken.runner.execute_model, (plan(2), plan(3))))
     assert raised.value.__cause__ is cause
