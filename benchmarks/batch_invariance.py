@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from checkpoints import embedded_model
 from common import machine, save, table
-from serving import embedded_model
 
 from runnerd_service.config import EngineConfig
 from runnerd_service.engine.engine import Engine

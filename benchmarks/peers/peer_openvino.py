@@ -1,4 +1,7 @@
-"""OpenVINO GenAI: its continuous batching pipeline over the model that ``checkpoints.py`` converted."""
+"""OpenVINO GenAI: its continuous batching pipeline over the model that ``checkpoints.py`` converted.
+
+``--dtype`` is bfloat16, or the form of compressed weights (int8, int4), whose activations are bfloat16, too.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ def main() -> None:
     scheduler.max_num_batched_tokens = 4096
     scheduler.max_num_seqs = 64
     scheduler.enable_prefix_caching = False
-    precision = {"bfloat16": "bf16", "float32": "f32"}[given.dtype]
-    properties = {"INFERENCE_NUM_THREADS": given.threads, "INFERENCE_PRECISION_HINT": precision}
-    pipeline = openvino_genai.ContinuousBatchingPipeline(f"{given.model}-openvino", scheduler, "CPU", properties)
+    properties = {"INFERENCE_NUM_THREADS": given.threads, "INFERENCE_PRECISION_HINT": "bf16"}
+    folder = f"{given.model}-openvino-{given.dtype}"
+    pipeline = openvino_genai.ContinuousBatchingPipeline(folder, scheduler, "CPU", properties)
     numbers = itertools.count()
 
     def job(prompts: list[list[int]], output_len: int, times: protocol.Times) -> None:

@@ -1,7 +1,8 @@
-"""transformers: ``generate`` over one batch of prompts of equal length."""
+"""transformers: ``generate`` over one batch of prompts of equal length. ``--model`` may be a GGUF file."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import protocol
@@ -15,7 +16,12 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(given.model, dtype=getattr(torch, given.dtype)).eval()
+    options: dict[str, Any] = {"dtype": getattr(torch, given.dtype)}
+    path = Path(given.model)
+    if path.suffix == ".gguf":
+        options |= {"gguf_file": path.name, "quantization_config": transformers.GgufConfig(dequantize=True)}
+        path = path.parent
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, **options).eval()
 
     def job(prompts: list[list[int]], output_len: int, times: protocol.Times) -> None:
         class Clock(transformers.StoppingCriteria):
