@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from runnerd.v1.server_pb2 import ServerState
 from runnerd_client import Client, InvalidRequestError, UnavailableError
+from runnerd_service.cli.main import main
 
 PROTOS = Path(__file__).parents[2] / "protos"
 BUF = shutil.which("buf", path=str(Path(sys.executable).parent))
@@ -36,7 +39,7 @@ async def test_drain_refuses_new_requests_and_lets_live_ones_finish(serve) -> No
         assert (await watch.read()).status == NOT_SERVING
         with pytest.raises(UnavailableError, match="shutting down") as caught:
             await live.client.generate("y")
-        assert (caught.value.reason, caught.value.retry_after) == ("NOT_READY", 1)
+        assert (caught.value.reason, caught.value.retry_after) == ("NOT_READY", None)  # there is no way back
         assert (await live.client.server_info()).state == ServerState.SERVER_STATE_DRAINING
         messages = [message async for message in stream]
         assert messages[-1].output.finish.usage.completion_tokens == 40
@@ -60,6 +63,65 @@ async def test_a_negative_time_is_refused_and_nothing_is_drained(serve) -> None:
         with pytest.raises(InvalidRequestError, match="timeout: got -1 s"):
             await live.client.drain(-1)
         assert (await live.client.generate("x", max_tokens=1)).outputs
+
+
+async def test_a_server_that_is_drained_while_it_loads_never_serves(serve, eventually) -> None:
+    async with serve(options={"load_seconds": "0.5"}, load=False) as live:
+        starting = asyncio.create_task(live.frontend.start())
+        assert (await live.client.server_info()).state == ServerState.SERVER_STATE_LOADING
+        assert await live.client.drain(60)
+        with pytest.raises(UnavailableError, match="shutting down") as caught:
+            await live.client.generate("x")
+        assert caught.value.retry_after is None
+        await starting
+        assert (await live.client.server_info()).state == ServerState.SERVER_STATE_DRAINING
+        assert (await live.client.model_info()).name == "sim"
+        with pytest.raises(UnavailableError, match="shutting down"):
+            await live.client.generate("x")
+
+
+def test_a_daemon_that_is_drained_while_it_loads_does_not_say_that_it_serves(daemon, capsys) -> None:
+    server = daemon("--runner-option", "load_seconds=0.5")
+    assert main(["drain", "--address", server.listening_address]) == 0
+    server.wait_for_log("the model is loaded, and nothing is served")
+    server.terminate()
+    assert server.wait() == 0
+    assert server.process.stdout.read() == ""
+
+
+def test_the_command_drains_and_says_how_it_went(daemon, capsys) -> None:
+    server = daemon("--runner-option", "step_seconds=0.02")
+    address = server.wait_until_ready()
+    with Client(address, timeout=30) as client:
+        stream = client.stream("x", max_tokens=5000, ignore_eos=True)
+        assert next(stream).HasField("started")
+        # Cut by its own time-out: the server goes on draining, and lets the stream go on.
+        assert main(["drain", "--address", address, "--drain-seconds", "60", "--timeout", "0.3"]) == 1
+        told = capsys.readouterr()
+        assert told.out == "draining: 1 outputs run, 0 wait\n"
+        assert "may still drain" in told.err
+        assert next(stream).output.text
+        assert main(["drain", "--address", address, "--drain-seconds", "0.1"]) == 1
+        assert capsys.readouterr().out.splitlines()[1] == "drained: what took longer was ended"
+        with pytest.raises(UnavailableError, match="shutting down"):
+            list(stream)
+        assert main(["drain", "--address", address]) == 0
+        assert capsys.readouterr().out.splitlines()[1] == "drained: all live requests ended by themselves"
+        # An engine that ends now, by a signal to the whole process group, is not missed.
+        os.kill(client.server_info().engine_pid, signal.SIGTERM)
+        server.wait_for_log("the engine ended after the drain, and is not restarted")
+        with pytest.raises(UnavailableError, match="drained, and its engine has ended"):
+            client.reset_prefix_cache()
+    server.terminate()
+    assert server.wait() == 0
+    assert "restart 1" not in server.log()
+
+
+def test_a_time_to_drain_that_is_none_is_refused(capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["drain", "--drain-seconds", "-1"])
+    assert caught.value.code == 2
+    assert "expected seconds, 0 or more, got '-1'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(BUF is None, reason="needs buf, of the package buf-bin")

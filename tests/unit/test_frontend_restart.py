@@ -277,10 +277,10 @@ async def test_a_drain_and_a_close_during_an_outage_are_bounded() -> None:
         reader = Reader(frontend, ask("x", max_tokens=5000))
         await reader.until(lambda: reader.num_tokens >= 3)
         await gone(frontend)
+        [restarted] = await restarting()
         assert not await frontend.drain(0.05)
         with pytest.raises(NotReady, match="shutting down"):
             await reader.whole()
-        [restarted] = await restarting()
         await asyncio.wait_for(frontend.close(), 10)
         assert not restarted.is_running()
 

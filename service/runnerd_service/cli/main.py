@@ -8,7 +8,17 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from runnerd_service.cli import bench, check_runner, exit_codes, generate, inspect, reset_prefix_cache, serve, trace
+from runnerd_service.cli import (
+    bench,
+    check_runner,
+    drain,
+    exit_codes,
+    generate,
+    inspect,
+    reset_prefix_cache,
+    serve,
+    trace,
+)
 from runnerd_service.cli.connection import CallFailed
 from runnerd_service.errors import ConfigurationError, EngineStartFailed, RunnerdError
 from runnerd_spi import (
@@ -28,6 +38,7 @@ examples:
   runnerd runners                          what is installed, and what it can do
   runnerd info                             model, set-up and load of the running server
   runnerd bench --request-rate 4           latencies and throughput of the running server under load
+  runnerd drain                            let the running server finish its requests, and take no more
   runnerd trace -o trace.json              record the steps of the running server
   runnerd check-runner sim                 does a runner keep the contract of the SPI?
 
@@ -64,6 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect.add_parsers(commands)
     trace.add_parser(commands)
     bench.add_parser(commands)
+    drain.add_parser(commands)
     reset_prefix_cache.add_parser(commands)
     check_runner.add_parser(commands)
     return parser

@@ -51,10 +51,9 @@ Progress = Callable[[str, int, int], None]
 """``progress(stage, done, total)``."""
 
 _LOADING_RETRY_SECONDS = 2.0
-_DRAINING_RETRY_SECONDS = 1.0
-"""By then a balancer has seen the health status, or a successor listens."""
 _QUEUE_RETRY_SECONDS = 1.0
-_SHUTTING_DOWN = "the server is shutting down"
+_SHUTTING_DOWN = "the server is shutting down; ask another one, or this address when a new one listens there"
+"""Without a time to try again: no time brings this server back."""
 
 
 class Frontend:
@@ -296,8 +295,11 @@ class Frontend:
         except TimeoutError:
             logger.warning("%d requests did not end in %g seconds; they are ended", len(self._live), timeout)
             self._fail_all(NotReady(_SHUTTING_DOWN))
-            return False
-        return True
+            completed = False
+        else:
+            completed = True
+        self._engine.retire()
+        return completed
 
     async def close(self) -> None:
         """End all requests and the engine process. Harmless when closed already."""
@@ -316,10 +318,10 @@ class Frontend:
             if self._start_error:
                 raise NotReady(f"the engine failed: {self._start_error}")
             raise self._engine.not_ready()
+        if accepts_work and self.state == "draining":
+            raise NotReady(_SHUTTING_DOWN)
         if self._model is None:
             raise NotReady("the model is loading", retry_after_seconds=_LOADING_RETRY_SECONDS)
-        if accepts_work and self.state == "draining":
-            raise NotReady(_SHUTTING_DOWN, retry_after_seconds=_DRAINING_RETRY_SECONDS)
         if accepts_work and self._engine.state != "serving":
             raise self._engine.not_ready()
         return self._model

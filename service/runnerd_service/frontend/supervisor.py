@@ -73,6 +73,7 @@ class EngineSupervisor:
         self._start_seconds = 0.0
         self._back_at = 0.0
         self._tasks: set[asyncio.Task[None]] = set()
+        self._retired = False
         self._closing = False
 
     @property
@@ -111,6 +112,8 @@ class EngineSupervisor:
 
     def not_ready(self) -> NotReady:
         """Give the error that says why requests are not taken now, and when to try again."""
+        if self._retired:
+            return NotReady("the server is drained, and its engine has ended")
         if self.state == "failed":
             return NotReady(f"the engine failed; {_DETAILS}", retry_after_seconds=self._retry())
         return NotReady("the engine failed and is being restarted", retry_after_seconds=self._retry())
@@ -143,6 +146,12 @@ class EngineSupervisor:
     def abort(self, uids: Iterable[int]) -> None:
         """Forget outputs; their sinks are not called any more. Those that have ended are passed over."""
         self._dispatcher.abort(uids)
+
+    def retire(self) -> None:
+        """Start no engine any more: no request is left, and none will come. The present one stays until the close."""
+        self._retired = True
+        for task in self._tasks:
+            task.cancel()
 
     async def close(self) -> None:
         """End the engine and all attempts to have one. Harmless when closed."""
@@ -186,9 +195,12 @@ class EngineSupervisor:
     def _on_failure(self, client: EngineClient, error: EngineError) -> None:
         if client is not self._client or self._closing:  # not ready yet: its start fails
             return
-        logger.error("the engine failed: %s: %s", error.kind, error.message)
         self._load_before = self.load
         self._client = None
+        if self._retired:  # by a signal to the whole process group, perhaps
+            logger.info("the engine ended after the drain, and is not restarted: %s", error.message)
+            return
+        logger.error("the engine failed: %s: %s", error.kind, error.message)
         self._dispatcher.note_failure(from_outside=is_from_outside(error, client.exit_code))
         delay = self._note_failure(error)
         if delay is not None:

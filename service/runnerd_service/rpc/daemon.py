@@ -99,22 +99,27 @@ async def _load_and_serve(
     if not await _unless(signals.first, frontend.start(hooks.on_progress)):
         logger.info("stopped while the model was loading")
         return True
-    ready = frontend.engine_ready
-    assert ready is not None  # it has started
-    hooks.on_ready(
-        Ready(
-            model_name=frontend.describe_model().name,
-            addresses=server.addresses,
-            runner=config.engine.runner,
-            device=ready.device,
-            max_in_flight=ready.max_in_flight,
-        )
-    )
+    if frontend.state == "draining":
+        logger.warning("the model is loaded, and nothing is served: the server was drained meanwhile")
+    else:
+        hooks.on_ready(_ready(config, frontend, server))
     if not await _unless(signals.first, _failure(frontend)):
         hooks.on_draining(config.drain_seconds)
         return await _drain(config, frontend, signals)
     # Nothing in here can repair it; whoever runs the process can start another, perhaps elsewhere.
     raise EngineFailed(f"the engine failed and is not restarted again: {frontend.last_error}")
+
+
+def _ready(config: ServerConfig, frontend: Frontend, server: RpcServer) -> Ready:
+    ready = frontend.engine_ready
+    assert ready is not None  # it has started
+    return Ready(
+        model_name=frontend.describe_model().name,
+        addresses=server.addresses,
+        runner=config.engine.runner,
+        device=ready.device,
+        max_in_flight=ready.max_in_flight,
+    )
 
 
 async def _failure(frontend: Frontend) -> None:

@@ -1,0 +1,73 @@
+"""``runnerd drain``: lets a running server refuse new requests, and waits until it has no live one."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from runnerd_client import DeadlineError
+from runnerd_service.cli import exit_codes
+from runnerd_service.cli.connection import CallFailed, add_connection, connected
+from runnerd_service.cli.values import seconds
+
+_EPILOG = f"""\
+There is no way back: a drained server answers questions, and serves nothing until it is started anew. Interrupted or
+cut by --timeout, the command leaves a server that still drains, whose live requests have no limit of time any more.
+
+examples:
+  runnerd drain                        live requests have the server's --drain-seconds to finish
+  runnerd drain --drain-seconds 600    they have ten minutes
+  runnerd drain --address inference:50051 --tls-ca ca.pem --token-file admin.token
+
+{exit_codes.HELP}
+
+`drain` ends with 0 when all live requests ended by themselves, and with 1 when some had to be ended."""
+
+
+def add_parser(commands: Any) -> None:
+    """Add the subcommand to argparse's ``commands``."""
+    parser = commands.add_parser(
+        "drain",
+        help="let a running server refuse new requests and finish the live ones",
+        description="Let a running server refuse new requests, and wait until its live ones have ended. Where callers "
+        "are asked who they are, this is for administrators.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--drain-seconds",
+        type=_seconds,
+        metavar="SECONDS",
+        help="live requests that take longer are ended (default: the server's --drain-seconds)",
+    )
+    add_connection(parser)
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Drain; give the exit code.
+
+    Raises:
+        CallFailed: The server did not do it, or does it still.
+    """
+    with connected(arguments) as client:
+        load = client.load()
+        print(f"draining: {load.num_running} outputs run, {load.num_waiting} wait", flush=True)
+        try:
+            completed = client.drain(arguments.drain_seconds)
+        except DeadlineError as error:
+            raise CallFailed(
+                f"the server did not say in {arguments.timeout:g} s that it is drained; it may still drain, "
+                "`runnerd info` tells (give a --timeout that is longer than --drain-seconds)",
+                exit_codes.FAILURE,
+            ) from error
+    print("drained: all live requests ended by themselves" if completed else "drained: what took longer was ended")
+    return exit_codes.OK if completed else exit_codes.FAILURE
+
+
+def _seconds(text: str) -> float:
+    try:
+        return seconds(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from error
