@@ -278,6 +278,9 @@ async def test_a_tenant_is_what_the_token_says_and_cannot_be_claimed(serve, tmp_
             with pytest.raises(RequestCancelledError):
                 await finished(running)
             assert set(live.frontend.metrics().tenants) == {"other", "root"}
+            async with client("any") as unnamed:  # whose limits count all the same
+                await unnamed.generate("x", max_tokens=1)
+            assert set(live.frontend.metrics().tenants) == {"other", "root", "any"}
         for wrong in ("a b", "", "x" * 65, "(others)"):
             async with client("any", tenant=wrong) as gateway:
                 with pytest.raises(InvalidRequestError) as caught:

@@ -120,7 +120,10 @@ class Access:
         """
         metadata = context.invocation_metadata() or ()
         if token is not None:
-            tenant = self._metadata_tenant(metadata) if token.tenant == ANY_TENANT else token.tenant
+            tenant = token.tenant
+            if tenant == ANY_TENANT:
+                # Who names no tenant is one by the token's name: nobody is without limits.
+                tenant = self._metadata_tenant(metadata) or token.name
             return self._caller(token.name, tenant, is_admin=token.role == "admin")
         if self._config.tls_client_ca is None or context.peer().startswith(_TLS_OF_UNIX):
             # Nobody is asked, or it is the owner of the server: no one else can open its socket.
@@ -241,7 +244,7 @@ def _bearer(metadata: _Metadata) -> str:
         Unauthenticated: There is none, or more than one.
     """
     found = [value for key, value in metadata if key == "authorization"]
-    expected = "expected the metadata authorization with 'Bearer TOKEN'"
+    expected = "expected the metadata 'authorization: Bearer TOKEN' (subcommands: --token-file or RUNNERD_TOKEN)"
     if len(found) != 1:
         raise Unauthenticated(f"got {len(found)} values of the metadata authorization; {expected}, once")
     scheme, _, text = found[0].partition(" ") if isinstance(found[0], str) else ("", "", "")
