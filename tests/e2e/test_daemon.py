@@ -205,7 +205,6 @@ def test_flags_environment_and_file_work_together(daemon, tmp_path) -> None:
             "RUNNERD_SERVED_MODEL_NAME": "from-environment",
             "RUNNERD_MAX_NUM_BATCHED_TOKENS": "55",
             "RUNNERD_ASYNC_EXECUTION": "off",
-            "RUNNERD_PROT": "1",
         },
     )
     with Client(server.wait_until_ready()) as client:
@@ -214,7 +213,6 @@ def test_flags_environment_and_file_work_together(daemon, tmp_path) -> None:
     assert (info.async_execution, info.async_effective, info.max_in_flight) == ("off", False, 1)
     assert (model.name, model.max_model_len) == ("from-environment", 100)
     assert "synchronous" in server.lines[-1]
-    assert "RUNNERD_PROT is no setting" in server.log()
 
 
 def test_the_log_names_requests_and_holds_no_text(daemon) -> None:

@@ -134,9 +134,24 @@ def test_the_variable_that_kubernetes_sets_is_explained() -> None:
         load(environment={"RUNNERD_PORT": "tcp://10.0.0.1:50051"})
 
 
-def test_variables_that_are_no_settings_are_reported() -> None:
-    settings = load(environment={"RUNNERD_PROT": "1", "RUNNERD_ADDRESS": "x", "OTHER": "y", "RUNNERD_MAX_N": "3"})
-    assert settings.ignored_variables == ("RUNNERD_PROT",)
+def test_variables_of_other_commands_and_programs_are_let_be() -> None:
+    environment = {"RUNNERD_ADDRESS": "x", "RUNNERD_TOKEN": "y", "OTHER": "z", "RUNNERD_MAX_N": "3"}
+    assert load(environment=environment).config == ServerConfig(max_n=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("RUNNERD_PROT", "did you mean RUNNERD_PORT?"),
+        ("RUNNERD_ZEBRA", "`runnerd serve --help` lists them"),
+        ("RUNNERD_SERVICE_HOST", "set enableServiceLinks to false"),
+        ("RUNNERD_PORT_50051_TCP_ADDR", "set enableServiceLinks to false"),
+    ],
+)
+def test_a_variable_that_is_no_setting_is_refused_with_the_remedy(name: str, hint: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"the environment variable {name} is not a setting; ") as caught:
+        load(environment={name: "1"})
+    assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,8 @@ DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
 
 _EPILOG = f"""\
 Each setting can also stand in a TOML file (--config) under its name, and in the environment as RUNNERD_<NAME>
-(RUNNERD_MAX_MODEL_LEN=4096; RUNNERD_RUNNER_OPTION=a=1,b=2). Flags come before the environment, before the file.
+(RUNNERD_MAX_MODEL_LEN=4096; RUNNERD_RUNNER_OPTION=a=1,b=2); a variable RUNNERD_… that is no setting is
+refused. Flags come before the environment, before the file.
 
 Without MODEL a runner that needs one serves {DEMO_MODEL_NAME}, when 'runnerd[demo]' is installed.
 
@@ -86,8 +87,6 @@ def run(arguments: argparse.Namespace) -> int:
         file=arguments.config,
     )
     configure_logging(settings.log_level, settings.log_format)
-    for name in settings.ignored_variables:
-        logger.warning("the environment variable %s is no setting and is not used", name)
     config = with_demo_model(settings.config)
     with ProgressReporter() as progress, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         in_order = runner.run(_serve(config, progress))

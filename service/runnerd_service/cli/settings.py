@@ -6,6 +6,7 @@ Every value is text until its setting's ``parse`` has checked it, wherever it ca
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,8 +20,9 @@ from runnerd_service.telemetry.logs import LogFormat
 
 RUNNER_OPTION = "runner-option"
 
-_NOT_OF_SERVE = frozenset({f"{ENVIRONMENT_PREFIX}ADDRESS", f"{ENVIRONMENT_PREFIX}TOKEN"})
+_NOT_OF_SERVE = frozenset(f"{ENVIRONMENT_PREFIX}{name}" for name in ("ADDRESS", "TOKEN"))
 """Variables of the other subcommands."""
+_OF_KUBERNETES = re.compile(rf"{ENVIRONMENT_PREFIX}(SERVICE_(HOST|PORT)|PORT_\d+_).*")
 _DEFAULTS: Mapping[Owner, Mapping[str, object]] = {
     "engine": asdict(EngineConfig()),
     "server": asdict(ServerConfig()),
@@ -36,8 +38,6 @@ class Settings:
     config: ServerConfig
     log_level: str = "info"
     log_format: LogFormat = "text"
-    ignored_variables: tuple[str, ...] = ()
-    """Environment variables that look like settings and are none; worth a warning."""
 
 
 @dataclass(slots=True)
@@ -75,16 +75,12 @@ def load_settings(
         if setting.name in merged.texts:
             value = _parse(setting, merged.texts[setting.name], merged.labels[setting.name])
             values[setting.owner][setting.attribute] = value
-    known = {setting.variable for setting in SETTINGS} | {variable_of(RUNNER_OPTION)} | _NOT_OF_SERVE
     return Settings(
         config=ServerConfig(
             engine=EngineConfig(**values["engine"]),
             security=SecurityConfig(**values["security"]),
             tenant=TenantConfig(**values["tenant"]),
             **values["server"],
-        ),
-        ignored_variables=tuple(
-            sorted(name for name in environment if name.startswith(ENVIRONMENT_PREFIX) and name not in known)
         ),
         **values["process"],
     )
@@ -135,7 +131,23 @@ def _read_file(path: Path) -> _Source:
     return source
 
 
+def _check_variables(environment: Mapping[str, str]) -> None:
+    settings = {setting.variable for setting in SETTINGS} | {variable_of(RUNNER_OPTION)}
+    for name in sorted(environment):
+        if not name.startswith(ENVIRONMENT_PREFIX) or name in settings | _NOT_OF_SERVE:
+            continue
+        if _OF_KUBERNETES.fullmatch(name):
+            hint = "Kubernetes sets it for a service called runnerd: set enableServiceLinks to false in the pod"
+        else:
+            # without what they all begin with, which makes them alike
+            names = {one.removeprefix(ENVIRONMENT_PREFIX): one for one in sorted(settings)}
+            close = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), names, n=1)
+            hint = f"did you mean {names[close[0]]}?" if close else "`runnerd serve --help` lists them; unset it"
+        raise ConfigurationError(f"the environment variable {name} is not a setting; {hint}")
+
+
 def _read_environment(environment: Mapping[str, str]) -> _Source:
+    _check_variables(environment)
     source = _Source()
     for setting in SETTINGS:
         if setting.variable in environment:
