@@ -105,6 +105,9 @@ bench-cpu: $(VENV)/.dev ## runnerd beside other engines on a plain CPU (ARGS=--i
 bench-phases: $(VENV)/.dev ## where the time of a decoder step on the CPU goes, beside the machine's floor: JSON and a table
 	$(BIN)/python benchmarks/phases.py $(ARGS)
 
+bench-accuracy: $(VENV)/.dev ## perplexity and greedy agreement of data types beside float32: JSON and a table
+	$(BIN)/python benchmarks/accuracy.py $(ARGS)
+
 bench-overlap: $(VENV)/.dev ## synchronous beside overlapped steps: idle device, TPOT, host cost: JSON and tables
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
 

@@ -18,10 +18,10 @@ importlib.import_module(sys.argv.pop(1)).main()
 """
 
 
-def run_benchmark(name: str, results: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def run_benchmark(name: str, results: Path, *arguments: str, timeout: float = 100) -> tuple[dict[str, Any], str]:
     """Give the JSON that was written and what was printed."""
     command = [sys.executable, "-c", START, str(results), name, *arguments]
-    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True, timeout=timeout, check=False)
     assert done.returncode == 0, done.stderr
     (written,) = results.glob(f"{name}-*.json")
     return json.loads(written.read_text()), done.stdout
@@ -55,6 +55,43 @@ def test_frontend_reports_cost_for_each_pace_number_of_streams_and_server(tmp_pa
                 assert measured["messages_per_second"] > 0
                 assert measured["late_ms_p99"] >= measured["late_ms_p50"] > 0
     assert printed.count("| streams |") == 2
+
+
+def test_accuracy_compares_each_variant_with_float32(tmp_path: Path) -> None:
+    arguments = ["--serve-argument=--runner", "--serve-argument=sim", "--pieces=2", "--piece-len=16", "--prompt-len=4"]
+    arguments += ["--output-len=4", "--variant", "same=--dtype auto"]
+    arguments += ["--variant", "other=--dtype auto --runner-option eos_bias=9"]
+    result, printed = run_benchmark("accuracy", tmp_path, *arguments)
+    reference, same, other = (result["variants"][name] for name in ("float32", "same", "other"))
+    assert reference["tokens"] == 2 * 15
+    assert reference["perplexity"] == same["perplexity"] != other["perplexity"]
+    assert same["agreement_percent"] == 100 > other["agreement_percent"]
+    assert (same["equal_continuations"], same["mean_tokens_before_difference"]) == (2, 4)
+    assert other["equal_continuations"] == 0
+    assert printed.count("2 of 2") == 2
+
+
+@pytest.mark.slow
+def test_cpu_compares_variants_of_runnerd_with_a_peer_and_draws_them(tmp_path: Path) -> None:
+    arguments = ["--engines", "transformers", "llamacpp", "--peers", str(tmp_path / "none"), "--threads", "1"]
+    arguments += ["--weights", str(tmp_path / "weights"), "--rounds", "1", "--repetitions", "1"]
+    result, printed = run_benchmark("cpu", tmp_path, *arguments, "--workloads", "1 x 128/128", timeout=600)
+    (model,) = result["models"].values()
+    assert model["weights"] == {"runnerd-bf16": "bf16", "transformers": "bf16"}
+    work = model["workloads"]["1 x 128/128"]
+    assert all(one["output_tokens_per_second"] > 0 for one in work["engines"].values())
+    assert work["times_as_fast"]["runnerd-bf16"]["transformers"] > 0
+    assert "drawn to" in printed
+    (chart,) = tmp_path.glob("cpu-*.png")
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_serving_takes_turns_with_transformers(tmp_path: Path) -> None:
+    arguments = ("--workloads", "1 x 128/128", "--repetitions", "1", "--threads", "1", "--dtype", "bfloat16")
+    result, printed = run_benchmark("serving", tmp_path, *arguments, timeout=600)
+    assert result["workloads"]["1 x 128/128"]["ratio"]["median"] > 0
+    assert printed.count("1 x 128/128") >= 3
 
 
 @pytest.mark.slow
