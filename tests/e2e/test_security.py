@@ -346,7 +346,9 @@ async def test_users_are_not_told_how_the_engine_failed(serve, tokens) -> None:
             assert (await admin.server_info()).last_error not in ("", LAST_ERROR_FOR_USERS)
 
 
-def test_the_command_line_speaks_tls_and_sends_a_token(daemon, ours, tokens, tmp_path, capsys, monkeypatch) -> None:
+def test_the_command_line_speaks_tls_and_sends_a_token(
+    daemon, ours, theirs, tokens, tmp_path, capsys, monkeypatch
+) -> None:
     cert, key = ours.issue("daemon", "127.0.0.1")
     server = daemon("--tls-cert", str(cert), "--tls-key", str(key), "--auth-tokens", str(tokens))
     connection = ["--address", server.wait_until_ready(), "--tls-ca", str(ours.ca)]
@@ -357,12 +359,22 @@ def test_the_command_line_speaks_tls_and_sends_a_token(daemon, ours, tokens, tmp
         assert main(arguments) == code
         return capsys.readouterr().err
 
-    assert "authorization" in ends(4, "info", *connection)
+    told = ends(4, "info", *connection)
+    assert ("authorization: Bearer TOKEN" in told, "--token-file" in told) == (True, True)
     ends(0, "reset-prefix-cache", *connection, "--token-file", str(token_file))
     monkeypatch.setenv("RUNNERD_TOKEN", USER)
     ends(0, "generate", "x", "--raw", "--max-tokens", "1", *connection)
     assert "chat is no administrator" in ends(4, "reset-prefix-cache", *connection)
     assert "cannot read" in ends(2, "info", *connection[:2], "--tls-ca", str(tmp_path / "none.pem"))
+    token_file.write_text("\n")
+    assert f"{token_file} is empty" in ends(2, "info", *connection, "--token-file", str(token_file))
+    # What does not fit is named, with the flags that help: it is not that no server answers.
+    told = ends(3, "info", *connection[:2], "--tls-ca", str(theirs.ca))
+    assert ("TLS handshake" in told, "--tls-ca" in told) == (True, True), told
+    told = ends(3, "info", *connection, "--tls-server-name", "another.example")
+    assert ("TLS handshake" in told, "--tls-server-name" in told) == (True, True), told
+    told = ends(3, "info", *connection[:2])
+    assert "if the server speaks TLS, give --tls or --tls-ca" in told
     assert USER not in server.log()
     assert ADMIN not in server.log()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from runnerd.v1 import generation_pb2 as pb
-from runnerd_client import ChatMessage, GenerateOptions, chat
+from runnerd_client import ChatMessage, Client, GenerateOptions, chat
 from runnerd_client.requests import generate_request, tokenize_request
 from runnerd_service.frontend.types import ChatPrompt, Generation
 from runnerd_service.guided.guide import Guide
@@ -86,9 +86,34 @@ def test_prompts_are_text_token_ids_or_a_conversation() -> None:
     assert list(prompt.messages) == [{"role": "user", "content": "hi"}]
     turns = [{"role": "user", "content": "hi"}, ChatMessage(role="assistant", content="ho")]
     assert generate_request(turns, {}).chat == chat(*turns) == tokenize_request(turns, None).chat
-    assert to_generation(generate_request([], {})).prompt == ()
     assert to_generation(generate_request(np.array([1, 2]), {})).prompt == (1, 2)
     assert chat(ChatMessage(role="user", content="hi")) == chat({"role": "user", "content": "hi"})
+
+
+def test_an_empty_sequence_could_be_two_kinds_of_prompt_and_is_refused() -> None:
+    for empty in ([], (), np.array([], dtype=np.int64)):
+        with pytest.raises(ValueError, match="prompt is empty; give a text, at least one token id, or"):
+            generate_request(empty, {})
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"content": "hi"}, "role is None"),
+        ({"role": "user"}, "content is None"),
+        ({"role": 1, "content": ""}, "role is 1"),
+    ],
+)
+def test_a_chat_message_without_role_or_content_is_refused_by_name(message, field: str) -> None:
+    for build in (lambda turns: generate_request(turns, {}), lambda turns: tokenize_request(turns, None)):
+        with pytest.raises(ValueError, match=rf"^messages\[1\]\.{field}, expected a text"):
+            build([{"role": "user", "content": "hi"}, message])
+
+
+def test_metadata_that_grpc_does_not_carry_is_refused_by_its_key() -> None:
+    for value in ("é", "a\nb"):
+        with pytest.raises(ValueError, match=r"^metadata 'x-tenant' has characters that gRPC does not carry"):
+            Client("127.0.0.1:1", metadata={"x-tenant": value})
 
 
 def test_a_lone_stop_text_is_one_text_and_not_its_characters() -> None:

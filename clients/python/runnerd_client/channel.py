@@ -93,6 +93,9 @@ class Connection:
                 f"the token would go to {self.address} in the clear; set tls, or plaintext_token=True where something "
                 "else protects the connection"
             )
+        for key, value in (self.metadata or {}).items():
+            if not key.endswith("-bin") and not (value.isascii() and value.isprintable()):
+                raise ValueError(f"metadata {key!r} has characters that gRPC does not carry; expected printable ASCII")
 
     @property
     def options(self) -> list[tuple[str, int | str]]:

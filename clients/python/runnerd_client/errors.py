@@ -46,7 +46,7 @@ class RunnerdError(Exception):
 
 
 class InvalidRequestError(RunnerdError):
-    """Fields of the request are wrong or ask for what is not served; see ``violations``."""
+    """Fields are wrong or ask for what is not served, see ``violations``; or the request is too large for gRPC."""
 
 
 class UnauthenticatedError(RunnerdError):
@@ -66,7 +66,7 @@ class AlreadyExistsError(RunnerdError):
 
 
 class OverloadedError(RunnerdError):
-    """The server's queue is full, or the message is too large for gRPC; see ``retry_after``."""
+    """The server's queue is full; see ``retry_after``."""
 
 
 class UnavailableError(RunnerdError):
@@ -116,7 +116,11 @@ def from_rpc_error(error: grpc.RpcError) -> RunnerdError:
     info = _unpack(packed, error_details_pb2.ErrorInfo())
     bad_request = _unpack(packed, error_details_pb2.BadRequest())
     retry = _unpack(packed, error_details_pb2.RetryInfo())
-    return _CLASSES.get(code, RunnerdError)(
+    kind = _CLASSES.get(code, RunnerdError)
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and info is None:
+        # gRPC's own, of a message or metadata beyond its limits: waiting does not help. The server's names a quota.
+        kind = InvalidRequestError
+    return kind(
         error.details() or code.name,
         code=code,
         reason="" if info is None else info.reason,

@@ -87,25 +87,38 @@ def chat(*messages: ChatTurn | pb.ChatMessage, add_generation_prompt: bool | Non
 
     Raises:
         TypeError: A message has a key that ChatTurn does not have.
+        ValueError: A message has no role or no content.
     """
     return pb.ChatPrompt(
-        messages=[message if isinstance(message, pb.ChatMessage) else _message(message) for message in messages],
+        messages=[
+            message if isinstance(message, pb.ChatMessage) else _message(index, message)
+            for index, message in enumerate(messages)
+        ],
         add_generation_prompt=add_generation_prompt,
     )
 
 
 def _conversation(prompt: Sequence[int] | Conversation) -> pb.ChatPrompt | None:
-    """Give the conversation that ``prompt`` is; None for token ids, of which an empty prompt has none."""
+    """Give the conversation that ``prompt`` is; None for token ids.
+
+    Raises:
+        ValueError: It is empty, and could be either.
+    """
     if isinstance(prompt, pb.ChatPrompt):
         return prompt
+    if len(prompt) == 0:
+        raise ValueError("prompt is empty; give a text, at least one token id, or at least one chat message")
     if len(prompt) > 0 and isinstance(prompt[0], (Mapping, pb.ChatMessage)):
         return chat(*cast(Sequence[ChatTurn | pb.ChatMessage], prompt))
     return None
 
 
-def _message(turn: ChatTurn) -> pb.ChatMessage:
+def _message(index: int, turn: ChatTurn) -> pb.ChatMessage:
     if unknown := turn.keys() - ChatTurn.__annotations__.keys():
         raise TypeError(f"unknown key {min(unknown)!r} in a chat message; known: {', '.join(ChatTurn.__annotations__)}")
+    for key in ("role", "content"):
+        if not isinstance(turn.get(key), str):
+            raise ValueError(f"messages[{index}].{key} is {turn.get(key)!r}, expected a text")  # noqa: TRY004 - mostly it is missing
     return pb.ChatMessage(role=turn["role"], content=turn["content"], name=turn.get("name"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -37,6 +38,10 @@ _REFUSALS = (
     UnauthenticatedError,
     PermissionDeniedError,
 )
+
+# gRPC has one status for all of these, and tells them apart in its text alone.
+_TLS_FAILURE = re.compile(r"SSL|TLS|[Hh]andshake|certificate|[Vv]erification", re.ASCII)
+_CLOSED = re.compile(r"Socket closed|Connection reset|connection attempt timed out before receiving SETTINGS")
 
 _Client = TypeVar("_Client", Client, AsyncClient)
 
@@ -121,7 +126,10 @@ def _client(kind: type[_Client], arguments: argparse.Namespace) -> _Client:
 def _token(path: str | None) -> str | None:
     if path is None:
         return os.environ.get(TOKEN_VARIABLE) or None
-    return Path(path).read_text(encoding="utf-8").strip()
+    text = Path(path).read_text(encoding="utf-8").strip()
+    if not text:
+        raise ConfigurationError(f"the token file {path} is empty; write the token's text into it")
+    return text
 
 
 def _exit_code(error: RunnerdError) -> int:
@@ -132,6 +140,16 @@ def _exit_code(error: RunnerdError) -> int:
 
 def _describe(error: RunnerdError, address: str) -> str:
     retry = "" if error.retry_after is None else f" (try again in {error.retry_after:g} s)"
+    if isinstance(error, UnavailableError) and not error.reason and _TLS_FAILURE.search(str(error)):
+        return (
+            f"the TLS handshake with {address} failed: {error}; is --tls-ca the server's authority, does "
+            "--tls-server-name fit its certificate, does it ask for --tls-cert and --tls-key, and does it speak TLS?"
+        )
+    if isinstance(error, UnavailableError) and not error.reason and _CLOSED.search(str(error)):
+        return (
+            f"{address} closed the connection: {error}; if the server speaks TLS, give --tls or --tls-ca, and "
+            "--tls-cert and --tls-key where it asks for a certificate"
+        )
     if isinstance(error, UnavailableError) and not error.reason:  # gRPC's own: nothing answers there
         return f"no server answers at {address}: {error}; start one with `runnerd serve`, or give another --address"
     return f"{error}{retry}"
