@@ -12,16 +12,16 @@ import grpc
 import pytest
 
 from runnerd.v1 import inference_pb2_grpc
-from runnerd.v1.generation_pb2 import FinishReason, GenerateRequest
+from runnerd.v1.generation_pb2 import FinishReason, GenerateRequest, OutputOptions, TokenIds
 from runnerd_client import (
     AlreadyExistsError,
     AsyncClient,
     InvalidRequestError,
     RequestCancelledError,
-    RunnerdError,
     UnavailableError,
     chat,
 )
+from runnerd_client.errors import from_rpc_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -301,14 +301,26 @@ async def test_a_killed_engine_ends_every_kind_of_call_with_a_status(daemon) -> 
 
 
 # G23
-@pytest.mark.parametrize("prompt", ["", [], chat(), chat({"role": "", "content": ""})], ids=range(4))
+@pytest.mark.parametrize(
+    "prompt",
+    [{}, {"text": ""}, {"token_ids": TokenIds()}, {"chat": chat()}, {"chat": chat({"role": "", "content": ""})}],
+    ids=["none", "text", "token_ids", "chat", "message"],
+)
 async def test_an_empty_prompt_is_refused_and_harms_nobody(slow, idle, prompt) -> None:
     other = asyncio.create_task(slow.client.generate("x", max_tokens=10, ignore_eos=True))
-    for n in (1, 3):
-        with pytest.raises(InvalidRequestError) as caught:
-            await slow.client.generate(prompt, n=n)
-        assert caught.value.violations
-        with pytest.raises(RunnerdError):
-            await ended(slow.client.stream(prompt, n=n))
+    # The stubs: the Python client refuses an empty sequence before it is sent.
+    async with grpc.aio.insecure_channel(slow.address) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        for n in (1, 3):
+            request = GenerateRequest(output=OutputOptions(n=n), **prompt)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Generate(request, timeout=30)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            error = from_rpc_error(caught.value)
+            assert isinstance(error, InvalidRequestError)
+            assert error.violations
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.StreamGenerate(request, timeout=30).read()
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert (await other).outputs[0].finish.usage.completion_tokens == 10
     await idle(slow)

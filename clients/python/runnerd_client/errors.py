@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -98,6 +99,10 @@ _CLASSES: dict[grpc.StatusCode, type[RunnerdError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
 }
 
+# gRPC's own words for a message or metadata beyond its limits: waiting does not help, as it does where a proxy says the
+# same status of its rate limit.
+_BEYOND_A_LIMIT = re.compile("message larger than max|metadata size exceeds", re.IGNORECASE)
+
 
 def _unpack(packed: Iterable[AnyMessage], message: _M) -> _M | None:
     return next((message for one in packed if one.Unpack(message)), None)
@@ -117,8 +122,7 @@ def from_rpc_error(error: grpc.RpcError) -> RunnerdError:
     bad_request = _unpack(packed, error_details_pb2.BadRequest())
     retry = _unpack(packed, error_details_pb2.RetryInfo())
     kind = _CLASSES.get(code, RunnerdError)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and info is None:
-        # gRPC's own, of a message or metadata beyond its limits: waiting does not help. The server's names a quota.
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and info is None and _BEYOND_A_LIMIT.search(error.details() or ""):
         kind = InvalidRequestError
     return kind(
         error.details() or code.name,
