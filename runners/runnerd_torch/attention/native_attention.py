@@ -45,7 +45,7 @@ class _ForwardArgs(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("query_token_stride", "query_head_stride", "block_table_stride")),
         *((name, ctypes.c_int64) for name in ("num_rows", "num_tokens", "num_blocks", "block_size", "max_blocks")),
         *((name, ctypes.c_int64) for name in ("num_heads", "num_kv_heads", "head_dim", "sliding_window")),
-        *((name, ctypes.c_int64) for name in ("dtype", "num_threads")),
+        *((name, ctypes.c_int64) for name in ("dtype", "num_threads", "packed")),
         ("parallel_region", ctypes.c_void_p),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
     )
@@ -150,6 +150,7 @@ class NativePagedAttention:
             sliding_window or 0,
             DTYPES[query.dtype],
             torch.get_num_threads(),
+            False,
             self._parallel_region,
             scale,
             softcap or 0.0,

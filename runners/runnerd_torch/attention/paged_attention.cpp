@@ -25,8 +25,9 @@ extern "C" int runnerd_attention_write(const WriteArgs* args) {
 
 extern "C" int runnerd_attention_forward(const ForwardArgs* args) {
     try {
-        if (args->dtype == kFloat32) return forward<float>(*args);
-        return args->dtype == kBFloat16 ? forward<BFloat16>(*args) : forward<Float16>(*args);
+        const Team team{args->parallel_region, args->num_threads};
+        if (args->dtype == kFloat32) return forward<float>(*args, team);
+        return args->dtype == kBFloat16 ? forward<BFloat16>(*args, team) : forward<Float16>(*args, team);
     } catch (const std::bad_alloc&) {
         return kNoMemory;
     }

@@ -41,6 +41,7 @@ struct ForwardArgs {
     int64_t num_rows, num_tokens, num_blocks, block_size, max_blocks, num_heads, num_kv_heads, head_dim;
     int64_t sliding_window;  // 0: none
     int64_t dtype, num_threads;
+    int64_t packed;  // 1: the caches lie as pack_key and pack_values leave them
     ParallelRegion parallel_region;  // null: threads of our own
     float scale, softcap;            // softcap 0: none
 };
@@ -51,6 +52,7 @@ namespace {
 constexpr int kTile = 64;       // keys per tile
 constexpr int kQueryRows = 48;  // (query token, head) pairs that share one pass over a tile
 constexpr int kQueryRowsOfProducts = 192;  // the same where bfloat16 is multiplied as such
+constexpr int kPages = kTile / kPanel;  // of a tile, where the caches are packed
 constexpr int kLanes = 8;
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int64_t kAttentionProductsPerThread = 1 << 16;  // about 10 us; less is done sooner than another thread wakes up
@@ -384,6 +386,7 @@ struct Scratch {
     float* keys = take + max_rows;
     float* values = keys + kTile * head_dim;
     int64_t slots[kTile];  // the tile's slots, the same for all heads
+    int64_t pages[kPages];  // the same where the caches are packed
     const float* key_rows[kTile];
     const float* value_rows[kTile];
 };
@@ -419,6 +422,31 @@ int find_slots(const Attention& attention, const Unit& unit, int64_t tile, Scrat
     return num_keys;
 }
 
+// Finds the pages of a tile; one that no query of the unit sees is replaced by one that it sees.
+inline void find_pages(const Attention& attention, const Unit& unit, int64_t tile, int64_t* pages) {
+    const ForwardArgs& a = attention.a;
+    const int64_t first = attention.first_visible(attention.position(unit.row, unit.first_query));
+    const int64_t last = attention.position(unit.row, unit.first_query + unit.num_queries - 1);
+    for (int64_t i = 0; i < kPages; ++i) {
+        const int64_t position = std::clamp(tile * kTile + i * kPanel, first / kPanel * kPanel, last);
+        const int32_t block = a.block_tables[unit.row * a.block_table_stride + position / a.block_size];
+        pages[i] = (block * a.block_size + position % a.block_size) / kPanel;
+    }
+}
+
+// Asks for the keys and values of a unit's heads.
+inline void prefetch_pages(const ForwardArgs& a, const Unit& unit, const int64_t* pages) {
+    const int64_t page_bytes = a.head_dim * kPanel * 2;
+    for (const void* cache : {a.key_cache, a.value_cache})
+        for (int i = 0; i < kPages; ++i) {
+            if (i && pages[i] == pages[i - 1]) continue;
+            const char* const from =
+                static_cast<const char*>(cache) + (pages[i] * a.num_kv_heads + unit.first_head) * page_bytes;
+            for (int64_t offset = 0; offset < unit.num_heads * page_bytes; offset += 64)
+                __builtin_prefetch(from + offset, 0, 2);
+        }
+}
+
 // Asks for all heads of a tile in the order of memory; the loops over one head jump from token to token.
 template <typename T>
 void prefetch_tile(const ForwardArgs& a, const Scratch& s, int num_keys) {
@@ -427,6 +455,23 @@ void prefetch_tile(const ForwardArgs& a, const Scratch& s, int num_keys) {
         for (int i = 0; i < num_keys; ++i)
             for (int64_t offset = 0; offset < token_bytes; offset += 64)
                 __builtin_prefetch(static_cast<const char*>(cache) + s.slots[i] * token_bytes + offset, 0, 2);
+}
+
+// A packed cache has the keys and values of 16 tokens, a page, as products take them:
+//   keys: [num_pages][num_kv_heads][head_dim / 2][16 tokens][2]
+//   values: [num_pages][num_kv_heads][head_dim / 16][8][16 of head_dim][2 tokens]
+inline void pack_key(const BFloat16* from, int64_t slot, int64_t head, int64_t num_heads, int64_t head_dim,
+                     BFloat16* cache) {
+    BFloat16* const to = cache + ((slot / kPanel * num_heads + head) * head_dim * kPanel + slot % kPanel * 2);
+    for (int64_t d = 0; d < head_dim; d += 2) std::memcpy(to + d * kPanel, from + d, 4);
+}
+
+inline void pack_value(const BFloat16* from, int64_t slot, int64_t head, int64_t num_heads, int64_t head_dim,
+                       BFloat16* cache) {
+    const int64_t lane = slot % kPanel;
+    BFloat16* const to = cache + ((slot / kPanel * num_heads + head) * head_dim + lane / 2 * 2) * kPanel + lane % 2;
+    for (int64_t d = 0; d < head_dim; d += kPanel)
+        for (int64_t i = 0; i < kPanel; ++i) to[d * kPanel + 2 * i] = from[d + i];
 }
 
 // What a thread keeps for its work.
@@ -498,42 +543,124 @@ inline void softmax_of_row(const float* const* scores, float scale, float softca
     _mm512_storeu_si512(weights + 32, (__m512i)_mm512_cvtne2ps_pbh(s[3], s[2]));
 }
 
-// Leaves maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on, by products of
-// bfloat16: keys and values of the tile are laid out like a packed weight.
-inline void attend_by_products(const Attention& attention, const Unit& unit, int64_t tile, int64_t kv_head,
-                               int64_t first_row, Scratch& s, Multiplier<BFloat16>& multiply) {
+// A tile's keys and values of one head, page by page, in the form above.
+struct TilePages {
+    const BFloat16 *keys[kPages], *values[kPages];
+    int first = 0, end = kPages;  // others are seen by nobody: their keys are some page's, their values unset
+};
+
+// Arranges pages of rows that lie token by token.
+inline TilePages arrange(const Attention& attention, int64_t kv_head, Scratch& s) {
     const ForwardArgs& a = attention.a;
-    const int64_t token_size = a.num_kv_heads * a.head_dim, num_rows = unit.num_queries * attention.group;
-    BFloat16* const keys = reinterpret_cast<BFloat16*>(s.keys);      // [kTile / 16][head_dim / 2][16][2]
-    BFloat16* const values = reinterpret_cast<BFloat16*>(s.values);  // [head_dim / 16][kTile / 2][16][2]
-    BFloat16* const weights = reinterpret_cast<BFloat16*>(s.weights) + first_row * kTile;
-    const BFloat16* const query = reinterpret_cast<const BFloat16*>(s.query) + first_row * a.head_dim;
-    for (int64_t panel = 0; panel < kTile / kPanel; ++panel) {
+    const int64_t token_size = a.num_kv_heads * a.head_dim;
+    BFloat16* const keys = reinterpret_cast<BFloat16*>(s.keys);
+    BFloat16* const values = reinterpret_cast<BFloat16*>(s.values);
+    const BFloat16* const cached_values = static_cast<const BFloat16*>(a.value_cache) + kv_head * a.head_dim;
+    TilePages pages;
+    for (int64_t page = 0; page < kPages; ++page) {
+        pages.keys[page] = keys + page * a.head_dim * kPanel;
+        pages.values[page] = values + page * a.head_dim * kPanel;
         const uint32_t* rows[kPanel];
         for (int i = 0; i < kPanel; ++i)
             rows[i] = reinterpret_cast<const uint32_t*>(static_cast<const BFloat16*>(a.key_cache) +
-                                                        s.slots[panel * kPanel + i] * token_size + kv_head * a.head_dim);
+                                                        s.slots[page * kPanel + i] * token_size + kv_head * a.head_dim);
         for (int64_t d = 0; d < a.head_dim / 2; d += 16)
-            transpose(rows, d, reinterpret_cast<uint32_t*>(keys + panel * a.head_dim * kPanel) + d * kPanel, kPanel);
-    }
-    // Words of two keys at a time: the lower halves of a pair of rows, and the upper ones.
-    for (int64_t key = 0; key < kTile; key += 2) {
-        const BFloat16* const cache = static_cast<const BFloat16*>(a.value_cache) + kv_head * a.head_dim;
-        const BFloat16 *even = cache + s.slots[key] * token_size, *odd = cache + s.slots[key + 1] * token_size;
-        for (int64_t d = 0; d < a.head_dim; d += kPanel) {
-            const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(even + d)));
-            const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(odd + d)));
-            _mm512_storeu_si512(values + d * kTile + key * kPanel, _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
+            transpose(rows, d, reinterpret_cast<uint32_t*>(keys + page * a.head_dim * kPanel) + d * kPanel, kPanel);
+        // Words of two keys at a time: the lower halves of a pair of rows, and the upper ones.
+        for (int64_t key = 0; key < kPanel; key += 2) {
+            const BFloat16* even = cached_values + s.slots[page * kPanel + key] * token_size;
+            const BFloat16* odd = cached_values + s.slots[page * kPanel + key + 1] * token_size;
+            for (int64_t d = 0; d < a.head_dim; d += kPanel) {
+                const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(even + d)));
+                const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(odd + d)));
+                _mm512_storeu_si512(values + page * a.head_dim * kPanel + (d + key) * kPanel,
+                                    _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
+            }
         }
     }
+    return pages;
+}
+
+// Gives the pages of a packed cache. What no query of the unit sees may be NaN: such values become 0.
+inline TilePages find_in_cache(const Attention& attention, const Unit& unit, int64_t tile, int64_t kv_head, Scratch& s) {
+    const ForwardArgs& a = attention.a;
+    const int64_t size = a.head_dim * kPanel;
+    const int64_t begin = attention.first_visible(attention.position(unit.row, unit.first_query)) - tile * kTile;
+    const int64_t end = attention.position(unit.row, unit.first_query + unit.num_queries - 1) + 1 - tile * kTile;
+    TilePages pages;
+    pages.first = int(std::max<int64_t>(begin, 0) / kPanel);
+    pages.end = int(ceil_div(std::min<int64_t>(end, kTile), kPanel));
+    for (int page = 0; page < kPages; ++page) {
+        const int64_t offset = (s.pages[page] * a.num_kv_heads + kv_head) * size;
+        pages.keys[page] = static_cast<const BFloat16*>(a.key_cache) + offset;
+        const BFloat16* const values = static_cast<const BFloat16*>(a.value_cache) + offset;
+        pages.values[page] = values;
+        const int64_t seen = begin - page * kPanel, unseen = end - page * kPanel;
+        if (page < pages.first || page >= pages.end || (seen <= 0 && unseen >= kPanel)) continue;
+        BFloat16* const copy = reinterpret_cast<BFloat16*>(s.values) + page * size;
+        for (int64_t key = 0; key < kPanel; key += 2) {
+            const uint32_t even = key >= seen && key < unseen ? 0xffffu : 0u;
+            const uint32_t odd = key + 1 >= seen && key + 1 < unseen ? 0xffff0000u : 0u;
+            const __m512i mask = _mm512_set1_epi32(int32_t(even | odd));
+            for (int64_t d = 0; d < a.head_dim; d += kPanel)
+                _mm512_storeu_si512(copy + (d + key) * kPanel,
+                                    _mm512_and_si512(mask, _mm512_loadu_si512(values + (d + key) * kPanel)));
+        }
+        pages.values[page] = copy;
+    }
+    return pages;
+}
+
+// Adds up the weighted values of all rows of a head, 32 of the head dimension at a time.
+inline void weigh_pages(const TilePages& pages, const BFloat16* weights, int64_t num_rows, int64_t head_dim,
+                        float* output, Multiplier<BFloat16>& multiply) {
+    alignas(64) float results[kBlockRows * kWide];
+    for (int64_t d = 0; d < head_dim; d += kWide) {
+        const BFloat16* panels[2 * kPages];
+        for (int page = pages.first; page < pages.end; ++page)
+            for (int i = 0; i < 2; ++i)
+                panels[2 * (page - pages.first) + i] = pages.values[page] + (d + i * kPanel) * kPanel;
+#if defined(RUNNERD_TILES)
+        // Tiles want a panel in one piece.
+        alignas(64) BFloat16 pieces[2][kTile * kPanel];
+        for (int page = 0; page < kPages; ++page)
+            for (int i = 0; i < 2; ++i) {
+                BFloat16* const to = pieces[i] + page * kPanel * kPanel;
+                if (page < pages.first || page >= pages.end) std::memset(to, 0, kPanel * kPanel * 2);
+                else std::memcpy(to, panels[2 * (page - pages.first) + i], kPanel * kPanel * 2);
+            }
+        panels[0] = pieces[0];
+        panels[1] = pieces[1];
+#endif
+        for (int64_t row = 0; row < num_rows; row += kBlockRows) {
+            const int64_t count = std::min(kBlockRows, num_rows - row);
+#if defined(RUNNERD_TILES)
+            multiply(weights + row * kTile, kTile, count, panels, kTile, results);
+#else
+            multiply.segments(weights + row * kTile + pages.first * kPanel, kTile, count, panels, kPanel,
+                              pages.end - pages.first, results);
+#endif
+            for (int64_t r = 0; r < count; ++r)
+                std::memcpy(output + (row + r) * head_dim + d, results + r * kWide, kWide * sizeof(float));
+        }
+    }
+}
+
+// Leaves maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on, by products of
+// bfloat16.
+inline void attend_by_products(const Attention& attention, const Unit& unit, int64_t tile, int64_t kv_head,
+                               int64_t first_row, Scratch& s, Multiplier<BFloat16>& multiply) {
+    const ForwardArgs& a = attention.a;
+    const int64_t num_rows = unit.num_queries * attention.group;
+    BFloat16* const weights = reinterpret_cast<BFloat16*>(s.weights) + first_row * kTile;
+    const BFloat16* const query = reinterpret_cast<const BFloat16*>(s.query) + first_row * a.head_dim;
+    const TilePages pages =
+        a.packed ? find_in_cache(attention, unit, tile, kv_head, s) : arrange(attention, kv_head, s);
     alignas(64) float parts[2][kBlockRows * kWide];
     for (int64_t row = 0; row < num_rows; row += kBlockRows) {
         const int64_t count = std::min(kBlockRows, num_rows - row);
-        for (int part = 0; part < 2; ++part) {
-            const BFloat16* const panels[2] = {keys + 2 * part * a.head_dim * kPanel,
-                                               keys + (2 * part + 1) * a.head_dim * kPanel};
-            multiply(query + row * a.head_dim, a.head_dim, count, panels, a.head_dim, parts[part]);
-        }
+        for (int part = 0; part < 2; ++part)
+            multiply(query + row * a.head_dim, a.head_dim, count, pages.keys + 2 * part, a.head_dim, parts[part]);
         for (int64_t r = 0; r < count; ++r) {
             const int64_t position = attention.position(unit.row, unit.first_query + (row + r) / attention.group);
             const int64_t begin = attention.first_visible(position) - tile * kTile, end = position + 1 - tile * kTile;
@@ -542,14 +669,8 @@ inline void attend_by_products(const Attention& attention, const Unit& unit, int
                            int(std::clamp<int64_t>(end, 0, kTile)), weights + (row + r) * kTile,
                            s.tile_max + first_row + row + r, s.tile_sum + first_row + row + r);
         }
-        for (int64_t d = 0; d < a.head_dim; d += kWide) {
-            const BFloat16* const panels[2] = {values + d * kTile, values + (d + kPanel) * kTile};
-            multiply(weights + row * kTile, kTile, count, panels, kTile, parts[0]);
-            for (int64_t r = 0; r < count; ++r)
-                std::memcpy(s.tile_output + (first_row + row + r) * a.head_dim + d, parts[0] + r * kWide,
-                            kWide * sizeof(float));
-        }
     }
+    weigh_pages(pages, weights, num_rows, a.head_dim, s.tile_output + first_row * a.head_dim, multiply);
 }
 #endif
 
@@ -635,6 +756,15 @@ void merge_tiles(Scratch& s, int64_t num_rows, const float* tile_max, const floa
     merge_outputs(num_rows, s.head_dim, s.keep, s.take, s.output, s.head_dim, tile_output, s.head_dim);
 }
 
+// While tile i of a unit is computed, the next one comes from memory; before the first there was none.
+inline void prefetch_next(const Attention& attention, const Unit& unit, int64_t i, const int64_t* pages) {
+    if (i == 0) prefetch_pages(attention.a, unit, pages);
+    if (i + 1 == unit.num_tiles) return;
+    int64_t next[kPages];
+    find_pages(attention, unit, unit.first_tile + i + 1, next);
+    prefetch_pages(attention.a, unit, next);
+}
+
 template <typename T>
 void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state) {
     Scratch& s = state.scratch;
@@ -643,8 +773,13 @@ void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state)
     clear(s, num_rows);
     for (int64_t i = 0; i < unit.num_tiles; ++i) {
         const int64_t tile = unit.first_tile + i;
-        const int num_keys = find_slots(attention, unit, tile, s);
-        if (unit.num_heads > 1) prefetch_tile<T>(attention.a, s, num_keys);
+        const int num_keys = attention.a.packed ? kTile : find_slots(attention, unit, tile, s);
+        if (attention.a.packed) {
+            find_pages(attention, unit, tile, s.pages);
+            if (unit.num_queries == 1) prefetch_next(attention, unit, i, s.pages);
+        } else if (unit.num_heads > 1) {
+            prefetch_tile<T>(attention.a, s, num_keys);
+        }
         for (int64_t head = 0; head < unit.num_heads; ++head)
             attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, state);
         if (unit.partials) {
@@ -671,17 +806,27 @@ void merge_partials(const Attention& attention, const Unit& unit, Scratch& s) {
 }
 
 template <typename T>
-Status forward(const ForwardArgs& args) {
+bool multiplies_as_such(int64_t head_dim) {
 #if defined(RUNNERD_BFLOAT16_PRODUCTS)
-    const bool uses_products = std::is_same_v<T, BFloat16> && args.head_dim % kWide == 0;
+    return std::is_same_v<T, BFloat16> && head_dim % kWide == 0;
 #else
-    const bool uses_products = false;
+    return false;
 #endif
+}
+
+// Whether forward takes packed caches.
+template <typename T>
+bool takes_packed(int64_t head_dim, int64_t block_size) {
+    return multiplies_as_such<T>(head_dim) && block_size % kPanel == 0;
+}
+
+template <typename T>
+Status forward(const ForwardArgs& args, const Team& team) {
+    const bool uses_products = multiplies_as_such<T>(args.head_dim);
     Attention attention{args, uses_products};
     const Status status = attention.check();
     if (status != kOk) return status;
     attention.plan();
-    const Team team{args.parallel_region, args.num_threads};
     int64_t max_rows = 0;
     for (const Unit& unit : attention.units) max_rows = std::max(max_rows, attention.num_rows(unit));
     for (const Unit& unit : attention.split) max_rows = std::max(max_rows, attention.num_rows(unit));

@@ -140,8 +140,8 @@ inline void join(const float* from, BFloat16* to) {
 template <typename T>
 class Step {
 public:
-    Step(const DecoderModel& model, const DecoderStep& step)
-        : m(model), s(step), team{step.parallel_region, step.num_threads}, carver(step.workspace),
+    Step(const DecoderModel& model, const DecoderStep& step, const Team& members)
+        : m(model), s(step), team(members), carver(step.workspace),
           w(model, step.num_tokens, carver) {}
 
     Status run() {
@@ -275,11 +275,28 @@ private:
                                 w.query + (token * m.num_heads + head) * m.head_dim);
                 from += m.num_heads * m.head_dim;
                 for (int64_t head = 0; head < m.num_kv_heads; ++head)
-                    rotate_head(from + head * m.head_dim, layer.key_norm, token, keys + slot * kv_size + head * m.head_dim);
-                from += kv_size;
-                for (int64_t i = 0; i < kv_size; ++i) from_float(from[i], values + slot * kv_size + i);
+                    write_head(head, slot, keys, values, [&](T* key, T* value) {
+                        rotate_head(from + head * m.head_dim, layer.key_norm, token, key);
+                        for (int64_t i = 0; i < m.head_dim; ++i)
+                            from_float(from[kv_size + head * m.head_dim + i], value + i);
+                    });
             }
         });
+    }
+
+    // Has make(key, value) write a head's key and value of a token where they lie in the caches.
+    template <typename Make>
+    void write_head(int64_t head, int64_t slot, T* keys, T* values, Make make) const {
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (is_packed) {
+                BFloat16 key[kMaxHeadDim], value[kMaxHeadDim];
+                make(key, value);
+                pack_key(key, slot, head, m.num_kv_heads, m.head_dim, keys);
+                return pack_value(value, slot, head, m.num_kv_heads, m.head_dim, values);
+            }
+        }
+        const int64_t offset = (slot * m.num_kv_heads + head) * m.head_dim;
+        make(keys + offset, values + offset);
     }
 
     void rotate_head(const float* from, const float* weight, int64_t token, T* to) const {
@@ -316,9 +333,9 @@ private:
         args.head_dim = m.head_dim;
         args.sliding_window = layer.sliding_window;
         args.num_threads = s.num_threads;
-        args.parallel_region = s.parallel_region;
+        args.packed = is_packed;
         args.scale = m.scale;
-        return forward<T>(args);
+        return forward<T>(args, team);
     }
 
     // Moves the rows whose logits are wanted to the front, in their order.
@@ -336,6 +353,7 @@ private:
     const DecoderModel& m;
     const DecoderStep& s;
     const Team team;
+    const bool is_packed = takes_packed<T>(m.head_dim, s.block_size);
     Carver carver;
     const Workspace<T> w;
 };
@@ -356,10 +374,14 @@ extern "C" int runnerd_decoder_run(const DecoderModel* model, const DecoderStep*
     const int64_t num_slots = step->num_blocks * step->block_size;
     for (int64_t token = 0; token < step->num_tokens; ++token)
         if (step->slot_mapping[token] < 0 || step->slot_mapping[token] >= num_slots) return kBadSlot;
-    try {
-        if (model->weight_type == kFloat32Weight) return Step<float>(*model, *step).run();
-        return Step<BFloat16>(*model, *step).run();
-    } catch (const std::bad_alloc&) {
-        return kNoMemory;
-    }
+    Status status = kOk;
+    Team{step->parallel_region, step->num_threads}.gather([&](const Team& team) {
+        try {
+            if (model->weight_type == kFloat32Weight) status = Step<float>(*model, *step, team).run();
+            else status = Step<BFloat16>(*model, *step, team).run();
+        } catch (const std::bad_alloc&) {
+            status = kNoMemory;
+        }
+    });
+    return status;
 }

@@ -27,7 +27,7 @@ namespace {
 
 constexpr int kPanel = 16;                       // outputs side by side in the packed weight
 constexpr int kWide = 2 * kPanel;                // outputs of two panels, which are computed together
-constexpr int64_t kBlockRows = 32;               // rows of a block of results
+constexpr int64_t kBlockRows = 48;               // rows of a block of results
 constexpr int64_t kRowsPerPass = 256;            // rows whose inputs stay in the second-level cache
 constexpr int64_t kProductsPerThread = 1 << 17;  // about 10 us; less is done sooner than another thread wakes up
 
@@ -81,22 +81,37 @@ void multiply_rows(const float* inputs, int64_t stride, const float* const* pane
 }
 
 #if defined(__AVX512BF16__)
+constexpr int64_t kStretch = 32;  // inputs between two looks ahead
+
+// The panels may come in segments of num_inputs, two pointers each: what counts is the sum over all of them. Meanwhile
+// lines of 64 bytes from `ahead` on are asked for, so many for each kStretch of inputs.
 template <int kRows>
 void multiply_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
-                   float* results) {
+                   float* results, int64_t num_segments = 1, const char* ahead = nullptr, int64_t lines = 0) {
     __m512 sums[kRows][2] = {};
-    for (int64_t k = 0; k < num_inputs; k += 2) {
-        const __m512bh left = (__m512bh)_mm512_loadu_si512(panels[0] + k * kPanel);
-        const __m512bh right = (__m512bh)_mm512_loadu_si512(panels[1] + k * kPanel);
-        for (int r = 0; r < kRows; ++r) {
-            int32_t pair;
-            std::memcpy(&pair, inputs + r * stride + k, sizeof pair);
-            const __m512bh input = (__m512bh)_mm512_set1_epi32(pair);
-            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], left, input);
-            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], right, input);
+    for (int64_t segment = 0; segment < num_segments; ++segment, inputs += num_inputs) {
+        for (int64_t begin = 0; begin < num_inputs; begin += kStretch) {
+            for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+            const int64_t end = std::min(begin + kStretch, num_inputs);
+            for (int64_t k = begin; k < end; k += 2) {
+                const __m512bh left = (__m512bh)_mm512_loadu_si512(panels[2 * segment] + k * kPanel);
+                const __m512bh right = (__m512bh)_mm512_loadu_si512(panels[2 * segment + 1] + k * kPanel);
+#pragma GCC unroll 16
+                for (int r = 0; r < kRows; ++r) {
+                    int32_t pair;
+                    std::memcpy(&pair, inputs + r * stride + k, sizeof pair);
+                    const __m512bh input = (__m512bh)_mm512_set1_epi32(pair);
+                    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], left, input);
+                    sums[r][1] = _mm512_dpbf16_ps(sums[r][1], right, input);
+                }
+            }
         }
     }
-    std::memcpy(results, sums, sizeof sums);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+        _mm512_storeu_ps(results + r * kWide, sums[r][0]);
+        _mm512_storeu_ps(results + r * kWide + kPanel, sums[r][1]);
+    }
 }
 #else
 template <int kRows>
@@ -119,25 +134,36 @@ void multiply_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const
 }
 #endif
 
-template <int kRows, typename T>
+// Calls multiply_rows for num_rows rows, up to kRows.
+template <int kRows, typename T, typename... More>
 void multiply_rest(const T* inputs, int64_t stride, int64_t num_rows, const T* const* panels, int64_t num_inputs,
-                   float* results) {
-    if (num_rows == kRows) return multiply_rows<kRows>(inputs, stride, panels, num_inputs, results);
-    if constexpr (kRows > 1) multiply_rest<kRows - 1>(inputs, stride, num_rows, panels, num_inputs, results);
+                   float* results, More... more) {
+    if (num_rows == kRows) return multiply_rows<kRows>(inputs, stride, panels, num_inputs, results, more...);
+    if constexpr (kRows > 1) multiply_rest<kRows - 1>(inputs, stride, num_rows, panels, num_inputs, results, more...);
 }
 
 // Gives blocks of results[num_rows][32] for rows of float or bfloat16; a thread keeps one for its work.
 template <typename T>
 class Multiplier {
 public:
+    // `ahead`: what will be wanted next, as large as the two panels; may be null.
     void operator()(const T* inputs, int64_t stride, int64_t num_rows, const T* const* panels, int64_t num_inputs,
-                    float* results) {
-        int64_t row = 0;
-        for (; row + kMaxRows <= num_rows; row += kMaxRows)
-            multiply_rows<kMaxRows>(inputs + row * stride, stride, panels, num_inputs, results + row * kWide);
-        if (row < num_rows)
-            multiply_rest<kMaxRows>(inputs + row * stride, stride, num_rows - row, panels, num_inputs,
-                                    results + row * kWide);
+                    float* results, const void* = nullptr) {
+        in_passes(num_rows, [&](int64_t row, int64_t count, int64_t) {
+            multiply_rest<kMaxRows>(inputs + row * stride, stride, count, panels, num_inputs, results + row * kWide);
+        });
+    }
+
+protected:
+    // Calls pass(row, count, number of passes) for parts of nearly the same size, which the registers hold.
+    template <typename Pass>
+    static void in_passes(int64_t num_rows, Pass pass) {
+        const int64_t num_passes = (num_rows + kMaxRows - 1) / kMaxRows;
+        for (int64_t row = 0, left = num_passes; left; --left) {
+            const int64_t count = (num_rows - row + left - 1) / left;
+            pass(row, count, num_passes);
+            row += count;
+        }
     }
 };
 
@@ -190,10 +216,12 @@ template <>
 class Multiplier<BFloat16> {
 public:
     void operator()(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
-                    int64_t num_inputs, float* results) {
-        tiles_.configure(std::min<int64_t>(num_rows, 16), std::max<int64_t>(num_rows - 16, 1));
-        if (num_rows > 16) many_rows(inputs, stride, panels, num_inputs, results);
-        else few_rows(inputs, stride, panels, num_inputs, results);
+                    int64_t num_inputs, float* results, const void* = nullptr) {
+        for (; num_rows > 0; num_rows -= 32, inputs += 32 * stride, results += 32 * kWide) {
+            tiles_.configure(std::min<int64_t>(num_rows, 16), std::clamp<int64_t>(num_rows - 16, 1, 16));
+            if (num_rows > 16) many_rows(inputs, stride, panels, num_inputs, results);
+            else few_rows(inputs, stride, panels, num_inputs, results);
+        }
     }
 
 private:
@@ -240,6 +268,32 @@ private:
 
 #if !defined(RUNNERD_TILES)
 inline bool request_tiles() { return true; }
+
+#if defined(__AVX512BF16__)
+template <>
+class Multiplier<BFloat16> : Multiplier<float> {
+public:
+    void operator()(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
+                    int64_t num_inputs, float* results, const void* ahead = nullptr) {
+        const char* next = static_cast<const char*>(ahead);
+        in_passes(num_rows, [&](int64_t row, int64_t count, int64_t num_passes) {
+            const int64_t lines = next ? kStretch * kPanel * 2 * 2 / 64 / num_passes : 0;
+            multiply_rest<kMaxRows>(inputs + row * stride, stride, count, panels, num_inputs, results + row * kWide,
+                                    int64_t(1), next, lines);
+            next += num_inputs / kStretch * lines * 64;
+        });
+    }
+
+    // The same for panels in segments of num_inputs.
+    void segments(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
+                  int64_t num_inputs, int64_t num_segments, float* results) {
+        in_passes(num_rows, [&](int64_t row, int64_t count, int64_t) {
+            multiply_rest<kMaxRows>(inputs + row * stride, stride, count, panels, num_inputs, results + row * kWide,
+                                    num_segments, static_cast<const char*>(nullptr), int64_t(0));
+        });
+    }
+};
+#endif
 #endif
 
 // Rows of whole numbers of up to 15 bits, each row with a scale: what an int8 weight is multiplied with. Sums of whole
@@ -398,7 +452,9 @@ bool in_blocks(const Team& team, const Projection& p, int64_t num_rows, Compute 
             const int64_t output = pair * kWide, num_outputs = std::min<int64_t>(kWide, p.num_outputs - output);
             for (int64_t row = begin; row < end; row += kBlockRows) {
                 const int64_t count = std::min(kBlockRows, end - row);
-                compute(*s.kernel, panels, row, count, s.results);
+                // While the last rows are computed, the next pair comes from memory.
+                const void* ahead = pair + 1 < last && row + count == end ? panels[0] + 2 * p.num_inputs * kPanel : nullptr;
+                compute(*s.kernel, panels, row, count, s.results, ahead);
                 if (p.bias)
                     for (int64_t r = 0; r < count; ++r)
                         for (int64_t i = 0; i < num_outputs; ++i) s.results[r * kWide + i] += p.bias[output + i];
@@ -413,8 +469,8 @@ template <typename T, typename Take>
 bool multiply(const Team& team, const Projection& p, const T* inputs, int64_t num_rows, Take take) {
     return in_blocks<Multiplier<T>, T>(
         team, p, num_rows,
-        [&](Multiplier<T>& kernel, const T* const* panels, int64_t row, int64_t count, float* results) {
-            kernel(inputs + row * p.num_inputs, p.num_inputs, count, panels, p.num_inputs, results);
+        [&](Multiplier<T>& kernel, const T* const* panels, int64_t row, int64_t count, float* results, const void* ahead) {
+            kernel(inputs + row * p.num_inputs, p.num_inputs, count, panels, p.num_inputs, results, ahead);
         },
         take);
 }
@@ -424,7 +480,7 @@ template <typename Take>
 bool multiply(const Team& team, const Projection& p, const WholeRows& inputs, int64_t num_rows, Take take) {
     return in_blocks<WholeMultiplier, int8_t>(
         team, p, num_rows,
-        [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t row, int64_t count, float* results) {
+        [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t row, int64_t count, float* results, const void*) {
             kernel(inputs, row, count, panels, p.num_inputs, results);
             const int64_t panel = (panels[0] - static_cast<const int8_t*>(p.values)) / (p.num_inputs * kPanel);
             const int64_t num_outputs = std::min<int64_t>(kWide, (p.num_outputs + kPanel - 1) / kPanel * kPanel - panel * kPanel);

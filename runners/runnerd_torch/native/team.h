@@ -5,10 +5,14 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
 
 extern "C" {
 // Runs body(data) on a team of threads and waits for them: libgomp's entry point for a parallel region.
@@ -17,9 +21,81 @@ typedef void (*ParallelRegion)(void (*body)(void*), void* data, unsigned num_thr
 
 namespace {
 
+// Threads that stay together for many small pieces of work: they wait for the next one awake, because waking up takes
+// as long as such a piece. Who leads does not wait for helpers to come, only for those that took part to be done.
+class Crew {
+public:
+    // Helps until dismissed.
+    void help() {
+        const int64_t number = ++num_helpers_;
+        uint64_t last = 0;
+        for (int64_t waited = 0; !dismissed_;) {
+            const uint64_t job = job_;
+            if (job == 0 || job == last) {
+                rest(waited++);
+                continue;
+            }
+            // The leader waits for those inside, so a job that is still open stays as it is.
+            ++num_inside_;
+            if (job_ == job && number < most_threads_) work_(data_);
+            --num_inside_;
+            last = job;
+            waited = 0;
+        }
+    }
+
+    // Has work(data) done by up to so many threads, the caller among them, and waits for them.
+    void lead(int64_t most_threads, void (*work)(void*), void* data) {
+        most_threads_ = most_threads;
+        work_ = work;
+        data_ = data;
+        job_ = ++num_jobs_;
+        work(data);
+        job_ = 0;
+        for (int64_t waited = 0; num_inside_ != 0; ++waited) rest(waited);
+    }
+
+    void dismiss() { dismissed_ = true; }
+
+private:
+    static void rest(int64_t waited) {
+        // Whoever is waited for may need this very core.
+        if (waited >= kRestsAwake) return std::this_thread::yield();
+#if defined(__SSE2__)
+        _mm_pause();
+#endif
+    }
+
+    static constexpr int64_t kRestsAwake = 2000;  // 20 to 100 us
+
+    alignas(64) std::atomic<uint64_t> job_{0};  // number of the job that is open; 0: none
+    std::atomic<bool> dismissed_{false};
+    alignas(64) std::atomic<int64_t> num_inside_{0};
+    std::atomic<int64_t> num_helpers_{0};
+    uint64_t num_jobs_ = 0;
+    int64_t most_threads_ = 0;
+    void (*work_)(void*) = nullptr;
+    void* data_ = nullptr;
+};
+
 struct Team {
     ParallelRegion parallel_region;  // null: threads of our own
     int64_t num_threads;
+    Crew* crew = nullptr;  // threads that are together already
+
+    // Calls lead(team) with a team whose threads stay together meanwhile. It must not throw.
+    template <typename Lead>
+    void gather(Lead lead) const {
+        if (num_threads < 2) return lead(*this);
+        Crew crew;
+        const std::thread::id leader = std::this_thread::get_id();
+        auto member = [&] {
+            if (std::this_thread::get_id() != leader) return crew.help();
+            lead(Team{parallel_region, num_threads, &crew});
+            crew.dismiss();
+        };
+        on_threads(num_threads, member);
+    }
 
     // Calls work(scratch, i) for each i < num_items on up to most_threads threads, which take items as they get free;
     // each thread makes its scratch. Gives whether there was memory for it.
@@ -36,21 +112,29 @@ struct Team {
             }
         };
         const int64_t count = std::min({most_threads, num_threads, num_items});
-        if (count < 2) {
-            member();
-        } else if (parallel_region) {
-            const auto body = [](void* data) { (*static_cast<decltype(member)*>(data))(); };
-            parallel_region(body, &member, unsigned(count), 0);
-        } else {
-            std::vector<std::thread> others;
-            try {
-                for (int64_t i = 1; i < count; ++i) others.emplace_back(member);
-            } catch (const std::system_error&) {  // no more threads to be had: those there are do the work
-            }
-            member();
-            for (std::thread& other : others) other.join();
-        }
+        if (count < 2) member();
+        else if (crew) crew->lead(count, &call<decltype(member)>, &member);
+        else on_threads(count, member);
         return !failed;
+    }
+
+private:
+    template <typename Member>
+    static void call(void* member) {
+        (*static_cast<Member*>(member))();
+    }
+
+    // Calls member() on so many threads, the caller among them, and waits for them.
+    template <typename Member>
+    void on_threads(int64_t count, Member& member) const {
+        if (parallel_region) return parallel_region(&call<Member>, &member, unsigned(count), 0);
+        std::vector<std::thread> others;
+        try {
+            for (int64_t i = 1; i < count; ++i) others.emplace_back(std::ref(member));
+        } catch (const std::system_error&) {  // no more threads to be had: those there are do the work
+        }
+        member();
+        for (std::thread& other : others) other.join();
     }
 };
 

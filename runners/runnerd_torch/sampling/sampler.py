@@ -19,6 +19,9 @@ from runnerd_torch.sampling.planner import plan_batch
 from runnerd_torch.sampling.processors import process_logits
 from runnerd_torch.sampling.slots import SlotTable
 
+_CHUNK = 256
+"""Logits whose maximum is found at once."""
+
 STATUS_OK = 0
 STATUS_NO_TOKEN = 1
 """Every token of the row is masked."""
@@ -135,12 +138,26 @@ class Sampler:
 
 def _greedy(logits: torch.Tensor) -> torch.Tensor:
     """Give [2, num_rows]: the first highest logit of each row, and whether the row can be sampled at all."""
-    token_ids = logits.argmax(dim=1)
+    token_ids = _first_highest(logits)
     # argmax takes a NaN for the highest, so the highest value tells of the whole row.
     highest = logits.gather(1, token_ids[:, None]).squeeze(1)
     no_token = (highest == -torch.inf).to(torch.int64) * STATUS_NO_TOKEN
     not_finite = (~(highest < torch.inf)).to(torch.int64) * STATUS_NOT_FINITE
     return torch.stack((token_ids, no_token + not_finite))
+
+
+def _first_highest(logits: torch.Tensor) -> torch.Tensor:
+    """Give what ``argmax`` over each row gives. On the CPU that is slow: its search for a maximum alone is not."""
+    num_chunks = logits.shape[1] // _CHUNK
+    if logits.device.type != "cpu" or num_chunks < 2:
+        return logits.argmax(dim=1)
+    begin_of_rest = num_chunks * _CHUNK
+    highest = logits[:, :begin_of_rest].unflatten(1, (num_chunks, _CHUNK)).amax(2)
+    place = torch.cat((highest, logits[:, begin_of_rest:]), 1).argmax(1)
+    begin = torch.where(place < num_chunks, place * _CHUNK, place - num_chunks + begin_of_rest)
+    # Where it is one of the rest, it is the first of what is looked at, so that none behind it counts.
+    window = (begin[:, None] + torch.arange(_CHUNK)).clamp_(max=logits.shape[1] - 1)
+    return begin + logits.gather(1, window).argmax(1)
 
 
 def _draw_rows(
