@@ -434,16 +434,14 @@ inline void find_pages(const Attention& attention, const Unit& unit, int64_t til
     }
 }
 
-// Asks for the keys and values of a unit's heads.
-inline void prefetch_pages(const ForwardArgs& a, const Unit& unit, const int64_t* pages) {
+// Asks for the keys and values of a head.
+inline void prefetch_pages(const ForwardArgs& a, const int64_t* pages, int64_t kv_head) {
     const int64_t page_bytes = a.head_dim * kPanel * 2;
     for (const void* cache : {a.key_cache, a.value_cache})
         for (int i = 0; i < kPages; ++i) {
             if (i && pages[i] == pages[i - 1]) continue;
-            const char* const from =
-                static_cast<const char*>(cache) + (pages[i] * a.num_kv_heads + unit.first_head) * page_bytes;
-            for (int64_t offset = 0; offset < unit.num_heads * page_bytes; offset += 64)
-                __builtin_prefetch(from + offset, 0, 2);
+            const char* const from = static_cast<const char*>(cache) + (pages[i] * a.num_kv_heads + kv_head) * page_bytes;
+            for (int64_t offset = 0; offset < page_bytes; offset += 64) __builtin_prefetch(from + offset, 0, 2);
         }
 }
 
@@ -756,17 +754,9 @@ void merge_tiles(Scratch& s, int64_t num_rows, const float* tile_max, const floa
     merge_outputs(num_rows, s.head_dim, s.keep, s.take, s.output, s.head_dim, tile_output, s.head_dim);
 }
 
-// While tile i of a unit is computed, the next one comes from memory; before the first there was none.
-inline void prefetch_next(const Attention& attention, const Unit& unit, int64_t i, const int64_t* pages) {
-    if (i == 0) prefetch_pages(attention.a, unit, pages);
-    if (i + 1 == unit.num_tiles) return;
-    int64_t next[kPages];
-    find_pages(attention, unit, unit.first_tile + i + 1, next);
-    prefetch_pages(attention.a, unit, next);
-}
-
+// `following`: what this thread will likely do next; may be null.
 template <typename T>
-void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state) {
+void attend(const Attention& attention, const Unit& unit, const Unit* following, ThreadState<T>& state) {
     Scratch& s = state.scratch;
     const int64_t num_rows = attention.num_rows(unit), rows_of_head = unit.num_queries * attention.group;
     load_query<T>(attention, unit, s);
@@ -774,14 +764,21 @@ void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state)
     for (int64_t i = 0; i < unit.num_tiles; ++i) {
         const int64_t tile = unit.first_tile + i;
         const int num_keys = attention.a.packed ? kTile : find_slots(attention, unit, tile, s);
+        const bool is_last = i + 1 == unit.num_tiles;
+        const Unit* const next = is_last ? following : &unit;
+        // One token has little to compute, so memory has to be asked early.
+        const bool asks = attention.a.packed && unit.num_queries == 1 && next;
+        int64_t next_pages[kPages];
+        if (asks) find_pages(attention, *next, is_last ? next->first_tile : tile + 1, next_pages);
         if (attention.a.packed) {
             find_pages(attention, unit, tile, s.pages);
-            if (unit.num_queries == 1) prefetch_next(attention, unit, i, s.pages);
         } else if (unit.num_heads > 1) {
             prefetch_tile<T>(attention.a, s, num_keys);
         }
-        for (int64_t head = 0; head < unit.num_heads; ++head)
+        for (int64_t head = 0; head < unit.num_heads; ++head) {
+            if (asks && head < next->num_heads) prefetch_pages(attention.a, next_pages, next->first_head + head);
             attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, state);
+        }
         if (unit.partials) {
             float* partial = unit.partials + i * attention.partial_size(unit);
             std::copy_n(s.tile_max, num_rows, partial);
@@ -834,7 +831,11 @@ Status forward(const ForwardArgs& args, const Team& team) {
         return std::unique_ptr<ThreadState<T>>(new ThreadState<T>{Scratch(max_rows, args.head_dim)});
     };
     if (!team.run(attention.num_threads, int64_t(attention.units.size()), make_state,
-                  [&](auto& state, int64_t i) { attend<T>(attention, attention.units[i], *state); }))
+                  [&](auto& state, int64_t i) {
+                      const size_t next = size_t(i + attention.num_threads);
+                      attend<T>(attention, attention.units[i],
+                                next < attention.units.size() ? &attention.units[next] : nullptr, *state);
+                  }))
         return kNoMemory;
     if (attention.split.empty()) return kOk;
     const int64_t mergers = std::min(attention.num_threads, 1 + attention.partials_size / kAttentionProductsPerThread);

@@ -50,8 +50,8 @@ namespace {
 
 enum Phase { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kHead, kNumPhases };
 
-constexpr int64_t kRowsPerItem = 8;               // of what is done token by token
-constexpr int64_t kNumbersPerThread = 1 << 16;    // about 10 us
+constexpr int64_t kRowsPerItem = 4;             // of what is done token by token
+constexpr int64_t kNumbersPerThread = 1 << 13;  // about 1 us; less is done sooner than another thread takes part
 
 // Hands out parts of a piece of memory; without memory it only counts.
 class Carver {
@@ -150,7 +150,7 @@ public:
             const LayerWeights& layer = m.layers[i];
             const bool is_last = i + 1 == m.num_layers;
             done = timed(kNorm, [&] { return norm(s.num_tokens, layer.input_norm); }) &&
-                   timed(kQkv, [&] { return store(layer.qkv, w.normed, s.num_tokens, w.qkv); }) &&
+                   timed(kQkv, [&] { return store(layer.qkv, &layer.output, w.normed, s.num_tokens, w.qkv); }) &&
                    timed(kRotate, [&] { return rotate(layer, i); });
             // Beyond the last keys and values, only what is sampled from counts.
             if (!done || (is_last && s.num_logits == 0)) break;
@@ -158,15 +158,15 @@ public:
             if (status != kOk) return status;
             if (is_last) select();
             const int64_t num_rows = is_last ? s.num_logits : s.num_tokens;
-            done = timed(kOutput, [&] { return add(layer.output, w.heads, num_rows); }) &&
+            done = timed(kOutput, [&] { return add(layer.output, &layer.gate_up, w.heads, num_rows); }) &&
                    timed(kNorm, [&] { return norm(num_rows, layer.mlp_norm); }) &&
-                   timed(kGateUp, [&] { return gate(layer.gate_up, num_rows); }) &&
-                   timed(kDown, [&] { return add(layer.down, w.gated, num_rows); });
+                   timed(kGateUp, [&] { return gate(layer.gate_up, &layer.down, num_rows); }) &&
+                   timed(kDown, [&] { return add(layer.down, is_last ? &m.head : &m.layers[i + 1].qkv, w.gated, num_rows); });
         }
         if (!done) return kNoMemory;
         if (s.num_logits == 0) return kOk;
         done = timed(kNorm, [&] { return norm(s.num_logits, m.final_norm); }) &&
-               timed(kHead, [&] { return store(m.head, w.normed, s.num_logits, s.logits); });
+               timed(kHead, [&] { return store(m.head, nullptr, w.normed, s.num_logits, s.logits); });
         return done ? kOk : kNoMemory;
     }
 
@@ -182,7 +182,7 @@ private:
 
     // Gives the product of rows of the model's type to take.
     template <typename Take>
-    bool product(const Projection& p, const T* inputs, int64_t num_rows, Take take) {
+    bool product(const Projection& p, const Projection* following, const T* inputs, int64_t num_rows, Take take) {
         if constexpr (std::is_same_v<T, BFloat16>)
             if (m.weight_type == kInt8Weight)
                 return by_rows(num_rows, p.num_inputs,
@@ -190,8 +190,8 @@ private:
                                    for (int64_t row = first; row < last; ++row)
                                        to_whole(inputs + row * p.num_inputs, p.num_inputs, row, w.whole);
                                }) &&
-                       multiply(team, p, w.whole, num_rows, take);
-        return multiply(team, p, inputs, num_rows, take);
+                       multiply(team, p, w.whole, num_rows, take, following);
+        return multiply(team, p, inputs, num_rows, take, following);
     }
 
     // Calls work(first, last) for parts of num_rows rows of so many numbers.
@@ -232,8 +232,8 @@ private:
         });
     }
 
-    bool store(const Projection& p, const T* inputs, int64_t num_rows, float* to) {
-        return product(p, inputs, num_rows,
+    bool store(const Projection& p, const Projection* following, const T* inputs, int64_t num_rows, float* to) {
+        return product(p, following, inputs, num_rows,
                         [&](int64_t row, int64_t count, int64_t output, int64_t num_outputs, const float* results) {
                             for (int64_t r = 0; r < count; ++r)
                                 std::memcpy(to + (row + r) * p.num_outputs + output, results + r * kWide,
@@ -241,8 +241,8 @@ private:
                         });
     }
 
-    bool add(const Projection& p, const T* inputs, int64_t num_rows) {
-        return product(p, inputs, num_rows,
+    bool add(const Projection& p, const Projection* following, const T* inputs, int64_t num_rows) {
+        return product(p, following, inputs, num_rows,
                         [&](int64_t row, int64_t count, int64_t output, int64_t num_outputs, const float* results) {
                             for (int64_t r = 0; r < count; ++r) {
                                 float* to = w.hidden + (row + r) * m.hidden_size + output;
@@ -251,8 +251,8 @@ private:
                         });
     }
 
-    bool gate(const Projection& p, int64_t num_rows) {
-        return product(p, w.normed, num_rows,
+    bool gate(const Projection& p, const Projection* following, int64_t num_rows) {
+        return product(p, following, w.normed, num_rows,
                         [&](int64_t row, int64_t count, int64_t output, int64_t, const float* results) {
                             for (int64_t r = 0; r < count; ++r) {
                                 const float* from = results + r * kWide;

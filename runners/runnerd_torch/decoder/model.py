@@ -26,6 +26,7 @@ from runnerd_torch.decoder.packing import (
     taking_turns,
 )
 from runnerd_torch.models import LayerSpec, StepAttention, TransformersModel
+from runnerd_torch.native.huge_pages import Arena
 
 
 class NativeDecoder:
@@ -50,6 +51,7 @@ class NativeDecoder:
         self._vocab_size = probed.vocab_size
         self._library = library
         self._kept: list[torch.Tensor | PackedWeight] = []
+        self._arena = Arena()
         decoder: Any = network.model
         self._rotary = decoder.rotary_emb
         layers = [
@@ -180,6 +182,7 @@ class NativeDecoder:
         return self._keep_packed(pack(weight, torch.cat(biases) if biases else None, quantization))
 
     def _keep_packed(self, packed: PackedWeight) -> PackedWeight:
+        packed = packed.moved(self._arena)
         self._kept.append(packed)
         return packed
 

@@ -6,12 +6,14 @@ multiplied, with one scale for each row, and the sums are exact. It knows nothin
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from runnerd_torch.decoder.library import ProjectionFields
+from runnerd_torch.native.huge_pages import Arena
 
 Quantization = Literal["none", "int8"]
 
@@ -40,6 +42,10 @@ class PackedWeight:
     def num_bytes(self) -> int:
         """Bytes of all parts."""
         return sum(one.nbytes for one in (self.values, self.scales, self.bias) if one is not None)
+
+    def moved(self, arena: Arena) -> PackedWeight:
+        """Give the same with its values in ``arena``."""
+        return dataclasses.replace(self, values=arena.copy(self.values))
 
     def fields(self) -> ProjectionFields:
         """Give the structure that native code reads."""

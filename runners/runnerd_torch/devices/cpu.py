@@ -5,18 +5,17 @@ The thread that launches does not wait, so the scheduling of the next step overl
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Generic
 
-import numpy as np
 import torch
 
 from runnerd_torch.devices import host
 from runnerd_torch.devices.base import Array, Launch, MemoryInfo, T
+from runnerd_torch.native import huge_pages
 
 _GIB = 1 << 30
 
@@ -114,8 +113,7 @@ class CpuDevice:
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Allocate zeros that cost nothing until they are written: torch would touch each page of a large cache now."""
-        pages = np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)
-        return torch.from_numpy(pages).view(dtype).view(shape)
+        return huge_pages.zeros(shape, dtype)
 
     def submit(self, work: Callable[[], T]) -> Launch[T]:
         """Queue ``work`` for the worker thread."""

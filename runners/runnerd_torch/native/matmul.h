@@ -430,8 +430,10 @@ private:
 
 // Calls compute(kernel, panels, row, num_rows, results) and take(row, num_rows, output, num_outputs, results) for blocks
 // of the product, results being [num_rows][32]. A block's outputs are those of two panels, so that pairs may be joined.
+// `following` is the weight that will be read after this one; it may be null.
 template <typename Kernel, typename Value, typename Compute, typename Take>
-bool in_blocks(const Team& team, const Projection& p, int64_t num_rows, Compute compute, Take take) {
+bool in_blocks(const Team& team, const Projection& p, const Projection* following, int64_t num_rows, Compute compute,
+               Take take) {
     const int64_t num_panels = (p.num_outputs + kPanel - 1) / kPanel, num_pairs = (num_panels + 1) / 2;
     const int64_t num_passes = (num_rows + kRowsPerPass - 1) / kRowsPerPass;
     const int64_t threads = std::min(team.num_threads, 1 + num_rows * p.num_inputs * p.num_outputs / kProductsPerThread);
@@ -441,19 +443,28 @@ bool in_blocks(const Team& team, const Projection& p, int64_t num_rows, Compute 
         std::unique_ptr<Kernel> kernel = std::make_unique<Kernel>();
         alignas(64) float results[kBlockRows * kWide];
     };
+    const auto values_of = [](const Projection& of, int64_t pair) {
+        return static_cast<const Value*>(of.values) + 2 * pair * of.num_inputs * kPanel;
+    };
+    // What a thread will likely read next: threads take turns.
+    const auto after_item = [&](int64_t item) -> const Value* {
+        const int64_t next = item + threads, beyond = next - num_passes * num_parts;
+        if (beyond < 0) return values_of(p, next % num_parts * part);
+        return following ? values_of(*following, beyond) : nullptr;
+    };
     return team.run(threads, num_passes * num_parts, [] { return Scratch(); }, [&](Scratch& s, int64_t item) {
         const int64_t begin = item / num_parts * kRowsPerPass, end = std::min(begin + kRowsPerPass, num_rows);
         const int64_t first = item % num_parts * part, last = std::min(first + part, num_pairs);
         for (int64_t pair = first; pair < last; ++pair) {
             const Value* panels[2];
             for (int i = 0; i < 2; ++i)
-                panels[i] = static_cast<const Value*>(p.values) +
-                            std::min(2 * pair + i, num_panels - 1) * p.num_inputs * kPanel;
+                panels[i] = values_of(p, 0) + std::min(2 * pair + i, num_panels - 1) * p.num_inputs * kPanel;
             const int64_t output = pair * kWide, num_outputs = std::min<int64_t>(kWide, p.num_outputs - output);
             for (int64_t row = begin; row < end; row += kBlockRows) {
                 const int64_t count = std::min(kBlockRows, end - row);
                 // While the last rows are computed, the next pair comes from memory.
-                const void* ahead = pair + 1 < last && row + count == end ? panels[0] + 2 * p.num_inputs * kPanel : nullptr;
+                const void* const next = pair + 1 < last ? values_of(p, pair + 1) : after_item(item);
+                const void* const ahead = row + count == end ? next : nullptr;
                 compute(*s.kernel, panels, row, count, s.results, ahead);
                 if (p.bias)
                     for (int64_t r = 0; r < count; ++r)
@@ -466,9 +477,10 @@ bool in_blocks(const Team& team, const Projection& p, int64_t num_rows, Compute 
 
 // Gives the product of rows of float or bfloat16 to take; gives whether there was memory.
 template <typename T, typename Take>
-bool multiply(const Team& team, const Projection& p, const T* inputs, int64_t num_rows, Take take) {
+bool multiply(const Team& team, const Projection& p, const T* inputs, int64_t num_rows, Take take,
+              const Projection* following = nullptr) {
     return in_blocks<Multiplier<T>, T>(
-        team, p, num_rows,
+        team, p, following, num_rows,
         [&](Multiplier<T>& kernel, const T* const* panels, int64_t row, int64_t count, float* results, const void* ahead) {
             kernel(inputs + row * p.num_inputs, p.num_inputs, count, panels, p.num_inputs, results, ahead);
         },
@@ -477,9 +489,10 @@ bool multiply(const Team& team, const Projection& p, const T* inputs, int64_t nu
 
 // The same for rows of whole numbers and an int8 weight.
 template <typename Take>
-bool multiply(const Team& team, const Projection& p, const WholeRows& inputs, int64_t num_rows, Take take) {
+bool multiply(const Team& team, const Projection& p, const WholeRows& inputs, int64_t num_rows, Take take,
+              const Projection* following = nullptr) {
     return in_blocks<WholeMultiplier, int8_t>(
-        team, p, num_rows,
+        team, p, following, num_rows,
         [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t row, int64_t count, float* results, const void*) {
             kernel(inputs, row, count, panels, p.num_inputs, results);
             const int64_t panel = (panels[0] - static_cast<const int8_t*>(p.values)) / (p.num_inputs * kPanel);

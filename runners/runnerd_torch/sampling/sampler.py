@@ -152,7 +152,7 @@ def _first_highest(logits: torch.Tensor) -> torch.Tensor:
     if logits.device.type != "cpu" or num_chunks < 2:
         return logits.argmax(dim=1)
     begin_of_rest = num_chunks * _CHUNK
-    highest = logits[:, :begin_of_rest].unflatten(1, (num_chunks, _CHUNK)).amax(2)
+    highest = logits[:, :begin_of_rest].view(-1, num_chunks, _CHUNK).amax(2)
     place = torch.cat((highest, logits[:, begin_of_rest:]), 1).argmax(1)
     begin = torch.where(place < num_chunks, place * _CHUNK, place - num_chunks + begin_of_rest)
     # Where it is one of the rest, it is the first of what is looked at, so that none behind it counts.
