@@ -43,7 +43,7 @@ def test_overlap_reports_each_part_for_each_depth_and_batch(tmp_path: Path) -> N
 
 
 def test_frontend_reports_cost_for_each_pace_number_of_streams_and_server(tmp_path: Path) -> None:
-    arguments = ("--streams", "2", "--tokens", "32", "--repetitions", "1", "--quick")
+    arguments = ("--streams", "2", "--seconds", "0.3", "--repetitions", "1")
     result, printed = run_benchmark("frontend", tmp_path, *arguments)
     assert set(result["paces"]) == {"flat out", "50 tokens/s"}
     for results in result["paces"].values():
@@ -53,6 +53,7 @@ def test_frontend_reports_cost_for_each_pace_number_of_streams_and_server(tmp_pa
             assert both["bare grpc.aio"]["tokens_per_message"] == 1
             for measured in both.values():
                 assert measured["messages_per_second"] > 0
+                assert measured["front_cpu_us_per_message"] > 0
                 assert measured["late_ms_p99"] >= measured["late_ms_p50"] > 0
     assert printed.count("| streams |") == 2
 

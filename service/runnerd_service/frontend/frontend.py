@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -31,13 +32,13 @@ from runnerd_service.frontend.sight import CapturedTrace, TraceCapture, metrics_
 from runnerd_service.frontend.states import StateBoard
 from runnerd_service.frontend.stream import RequestStream
 from runnerd_service.frontend.supervisor import EngineState, EngineSupervisor
+from runnerd_service.frontend.turns import Turns
 from runnerd_service.frontend.types import (
     ChatPrompt,
     Event,
     Generation,
     ModelDescription,
     ServerState,
-    Started,
     Tokenized,
 )
 from runnerd_service.guided.checker import NUM_PROCESSES
@@ -69,6 +70,7 @@ class Frontend:
         self._states = StateBoard("loading")
         self._model: LoadedModel | None = None
         self._live = LiveRequests(config)
+        self._turns = Turns()
         # Few, so that slow templates of clients hold up each other and nobody else.
         self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         self._guide_threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="guide")
@@ -154,15 +156,30 @@ class Frontend:
             times: Takes what becomes known of the request; None: nobody wants to know.
 
         Raises:
+            RunnerdError: What :meth:`open` raises.
+        """
+        async with self.open(generation, times) as stream:
+            while (event := await stream.next_event()) is not None:
+                yield event
+
+    @asynccontextmanager
+    async def open(
+        self, generation: Generation, times: RequestTimes | None = None
+    ) -> AsyncGenerator[RequestStream, None]:
+        """Begin a generation and give its events to come; whatever ends the block ends the generation.
+
+        Args:
+            generation: What is asked for.
+            times: Takes what becomes known of the request; None: nobody wants to know.
+
+        Raises:
             InvalidRequest: Fields are wrong or not served.
             ModelNotFound: It names another model.
             DuplicateRequest: Its id is that of a live request.
             NotReady: The model loads, the server drains, or the engine is being restarted.
-            Overloaded: Too many requests wait, it has waited for too long, or its deadline passes before it can begin.
-            RequestAborted: :meth:`abort` ended it.
-            RowFailed: The runner could not compute it.
-            PoisonousRequest: The engine died of it again and again.
-            EngineFailed: The engine failed and could not be restarted.
+            Overloaded: Too many requests wait, or its deadline passes before it can begin.
+
+        :meth:`RequestStream.next_event` raises what comes later.
         """
         loop = asyncio.get_running_loop()
         arrival = loop.time()
@@ -183,9 +200,7 @@ class Frontend:
                 timers.append(loop.call_at(arrival + request.time_limit_seconds, stream.end_by_time))
             if self._config.queue_timeout_seconds:
                 timers.append(loop.call_at(arrival + self._config.queue_timeout_seconds, self._end_waiting, live))
-            yield Started(live.request_id, request.seed, len(request.prompt_token_ids))
-            while (event := await stream.next_event()) is not None:
-                yield event
+            yield stream
         finally:
             for timer in timers:
                 timer.cancel()
@@ -343,7 +358,9 @@ class Frontend:
             # What others have cached shows in times and counts. No tenant's name has this character.
             request = replace(request, cache_salt=f"{live.tenant}\0{request.cache_salt}")
         self._live.check_room(live.tenant, request.n, self._engine.load.num_waiting, num_prompt_tokens)
-        stream = RequestStream(request, model.tokenizer, lambda index: self._forget((live.uids[index],)))
+        stream = RequestStream(
+            live.request_id, request, model.tokenizer, self._turns, lambda index: self._forget((live.uids[index],))
+        )
         live.stream = stream
         ongoing = OngoingRequest(lambda error: self._fail(live, error))
         for index in range(request.n):
@@ -359,8 +376,13 @@ class Frontend:
         stream, meter = live.stream, self.request_stats.meter(live.times)
         assert stream is not None  # it is submitted
 
+        is_silent = True
+
         def sink(output: RequestOutput) -> None:
-            self._live.heard(live, uid, output, self._engine.num_waiting)
+            nonlocal is_silent
+            if is_silent:
+                is_silent = False
+                self._live.heard(uid, self._engine.num_waiting)
             meter.note(len(output.token_ids), output.began_ns, output.num_cached_tokens)
             if output.finish is not None:
                 self._live.close_outputs((uid,))

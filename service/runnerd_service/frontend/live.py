@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from runnerd_service.config import ServerConfig
-from runnerd_service.engine.messages import RequestOutput
 from runnerd_service.errors import DuplicateRequest, Overloaded, RunnerdError
 from runnerd_service.frontend.begin_rate import BeginRate
 from runnerd_service.frontend.occupancy import Limits, Occupancy
@@ -39,8 +38,6 @@ class LiveRequest:
     """On whose behalf; empty for nobody's in particular."""
     num_prompt_tokens: int = 0
     """0 until submitted."""
-    num_generation_tokens: int = 0
-    """Of all outputs, so far."""
     times: RequestTimes = field(default_factory=RequestTimes)
     """Takes what becomes known of it."""
     error: RunnerdError | None = None
@@ -116,7 +113,7 @@ class LiveRequests:
         self.close_outputs(live.uids)
         del self._by_id[live.tenant, live.request_id]
         if live.stream is not None:
-            self._tenants.note_ended(live.tenant, live.num_prompt_tokens, live.num_generation_tokens)
+            self._tenants.note_ended(live.tenant, live.num_prompt_tokens, live.times.num_output_tokens)
         if not self._by_id:
             self._idle.set()
 
@@ -143,9 +140,8 @@ class LiveRequests:
 
         self._tenants.start(uid, priority, num_tokens, begin)
 
-    def heard(self, live: LiveRequest, uid: int, output: RequestOutput, reported_waiting: int) -> None:
-        """Note that the engine gave something for ``uid``, and counts ``reported_waiting`` outputs that wait."""
-        live.num_generation_tokens += len(output.token_ids)
+    def heard(self, uid: int, reported_waiting: int) -> None:
+        """Note that the engine gave something for ``uid`` at last, and counts ``reported_waiting`` that wait."""
         if self._all.is_silent(uid):
             self._all.heard(uid)
             self._tenants.heard(uid)

@@ -44,6 +44,8 @@ class OutputBuffer:
         self._index = index
         self._request = request
         self._tokenizer = tokenizer
+        self._wants_text, self._wants_tokens = request.wants_text, request.wants_tokens
+        self._cumulative = request.cumulative
         self._decodes = request.wants_text or request.wants_tokens or request.stops is not None
         self._detokenizer = tokenizer.stream(
             skip_special_tokens=request.skip_special_tokens, prompt_token_ids=request.prompt_token_ids
@@ -57,7 +59,8 @@ class OutputBuffer:
         self._num_tokens = 0
         self._num_cached = 0
         self._finish: Finish | None = None
-        self._has_news = False
+        self.has_news = False
+        """Whether there is something to take."""
         self._taken_texts: list[str] = []
         self._taken_tokens: list[TokenRecord] = []
 
@@ -73,8 +76,8 @@ class OutputBuffer:
         token_ids = output.token_ids
         texts = self._decode(output) if self._decodes else [""] * len(token_ids)
         if self._checker is None:
-            self._release(token_ids, texts, output.logprobs)
             self._num_tokens += len(token_ids)
+            self._release(token_ids, texts, output.logprobs)
         else:
             for token_id, text, record in zip(token_ids, texts, output.logprobs or repeat(None), strict=False):
                 self._num_tokens += 1
@@ -92,14 +95,16 @@ class OutputBuffer:
 
     def take(self) -> OutputChunk | None:
         """Give what is new, or all so far when that was asked for; None if nothing is."""
-        if not self._has_news:
+        if not self.has_news:
             return None
-        self._has_news = False
+        self.has_news = False
         text = "".join(self._texts)
-        tokens = tuple(self._record(*token) for token in self._tokens)
         self._texts.clear()
-        self._tokens.clear()
-        if self._request.cumulative:
+        tokens: tuple[TokenRecord, ...] = ()
+        if self._tokens:
+            tokens = tuple(self._record(*token) for token in self._tokens)
+            self._tokens.clear()
+        if self._cumulative:
             self._taken_texts.append(text)
             self._taken_tokens.extend(tokens)
             text, tokens = "".join(self._taken_texts), tuple(self._taken_tokens)
@@ -107,6 +112,8 @@ class OutputBuffer:
 
     def _decode(self, output: RequestOutput) -> list[str]:
         """Give each token's text. The token that ended the output has none, unless it was asked for."""
+        if output.finish is None:
+            return self._detokenizer.push(output.token_ids)
         hidden = (output.finish == "eos" and self._request.skip_special_tokens) or (
             output.finish == "stop_token" and not self._request.include_stop
         )
@@ -115,13 +122,14 @@ class OutputBuffer:
         return self._detokenizer.push(output.token_ids)
 
     def _release(self, token_ids: Sequence[int], texts: Sequence[str], logprobs: Sequence[Logprobs | None]) -> None:
-        text = "".join(texts)
-        if self._request.wants_text and text:
-            self._texts.append(text)
-            self._has_news = True
-        if self._request.wants_tokens and token_ids:
+        if self._wants_text:
+            text = texts[0] if len(texts) == 1 else "".join(texts)
+            if text:
+                self._texts.append(text)
+                self.has_news = True
+        if self._wants_tokens and token_ids:
             self._tokens.extend(zip(token_ids, texts, logprobs or repeat(None), strict=False))
-            self._has_news = True
+            self.has_news = True
 
     def _hold(self, checker: StopChecker, token_id: int, text: str, logprobs: Logprobs | None) -> bool:
         self._held_text += text
@@ -151,12 +159,12 @@ class OutputBuffer:
         length = up_to - self._num_released
         text, self._held_text = self._held_text[:length], self._held_text[length:]
         self._num_released = up_to
-        if self._request.wants_text and text:
+        if self._wants_text and text:
             self._texts.append(text)
-            self._has_news = True
-        if self._request.wants_tokens and settled:
+            self.has_news = True
+        if self._wants_tokens and settled:
             self._tokens.extend((token.token_id, token.text, token.logprobs) for token in settled)
-            self._has_news = True
+            self.has_news = True
 
     def _end(self, output: RequestOutput) -> None:
         if self._flush():
@@ -198,7 +206,7 @@ class OutputBuffer:
         stop_token_id: int | None = None,
         stop_string: str | None = None,
     ) -> None:
-        self._has_news = True
+        self.has_news = True
         self._finish = Finish(
             reason,
             prompt_tokens=len(self._request.prompt_token_ids),

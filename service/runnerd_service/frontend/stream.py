@@ -1,7 +1,8 @@
 """The meeting point of a request's engine outputs and its reader: everything new is merged until the reader takes it.
 
-The engine's side calls in, never waits and wakes the reader at most once a step; the reader takes one event at a
-time. What waits is bounded by what the request may generate. This module knows no engine process and no registry.
+The engine's side calls in, never waits and calls the reader up at most once for what it has not taken; the reader takes
+one event at a time. What waits is bounded by what the request may generate. This module knows no engine process and no
+registry.
 """
 
 from __future__ import annotations
@@ -14,19 +15,30 @@ from runnerd_service.errors import RunnerdError
 from runnerd_service.frontend.output import OutputBuffer, make_record
 from runnerd_service.frontend.preparation import PreparedRequest
 from runnerd_service.frontend.tokenizer import Tokenizer
-from runnerd_service.frontend.types import Event, PromptRecords
+from runnerd_service.frontend.turns import Turns
+from runnerd_service.frontend.types import Event, PromptRecords, Started
 
 
 class RequestStream:
-    """The events of one request after Started. All methods run in the event loop.
+    """The events of one request. All methods run in the event loop.
 
     Args:
+        request_id: The request's name.
         request: What was asked for.
         tokenizer: The model's.
+        turns: Says when the reader may go on.
         end_early: Called with the index of an output that ends before the engine knows.
     """
 
-    def __init__(self, request: PreparedRequest, tokenizer: Tokenizer, end_early: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        request: PreparedRequest,
+        tokenizer: Tokenizer,
+        turns: Turns,
+        end_early: Callable[[int], None],
+    ) -> None:
+        self._started: Started | None = Started(request_id, request.seed, len(request.prompt_token_ids))
         self._request = request
         self._tokenizer = tokenizer
         self._end_early = end_early
@@ -35,7 +47,9 @@ class RequestStream:
         self._changed: dict[int, None] = {}
         """Indexes of outputs that may have news, oldest first."""
         self._error: RunnerdError | None = None
-        self._wake = asyncio.Event()
+        self._turns = turns
+        self._waiter: asyncio.Future[None] | None = None
+        """What the reader waits for that was not called up yet."""
         self._prompt_logprobs: tuple[Logprobs, ...] = ()
         self._awaits_prompt = request.sampling.num_prompt_logprobs is not None and len(request.prompt_token_ids) > 1
         self._owes_prompt = request.sampling.num_prompt_logprobs is not None
@@ -55,7 +69,8 @@ class RequestStream:
             self._awaits_prompt = False
         if buffer.push(output):
             self._end_early(index)
-        self._note(index)
+        if buffer.has_news or self._owes_prompt:
+            self._note(index)
 
     def end_by_time(self) -> None:
         """End the outputs that are still open: the request's time is over."""
@@ -73,7 +88,7 @@ class RequestStream:
         if self.ended or self._error is not None:
             return False
         self._error = error
-        self._wake.set()
+        self._call_up()
         return True
 
     async def next_event(self) -> Event | None:
@@ -82,22 +97,38 @@ class RequestStream:
         Raises:
             RunnerdError: What :meth:`fail` was given.
         """
+        if self._started is not None:
+            started, self._started = self._started, None
+            return started
+        may_go_on = not self._turns.crowded
         while True:
-            event = self._take()
-            if event is not None:
-                return event
-            if self._error is not None:
-                raise self._error
-            if self.ended:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
+            if may_go_on:
+                event = self._take()
+                if event is not None:
+                    return event
+                if self._error is not None:
+                    raise self._error
+                if self._num_open == 0:
+                    return None
+            waiter = self._turns.new_waiter()
+            if may_go_on or not (self._changed or self._error or self._num_open == 0):
+                self._waiter = waiter
+            else:  # it has something to do, like those who wait
+                self._turns.call_up(waiter)
+            await waiter
+            may_go_on = True
 
     def _note(self, index: int) -> None:
         if self._outputs[index].ended:
             self._num_open -= 1
         self._changed[index] = None
-        self._wake.set()
+        self._call_up()
+
+    def _call_up(self) -> None:
+        waiter = self._waiter
+        if waiter is not None:
+            self._waiter = None
+            self._turns.call_up(waiter)
 
     def _take(self) -> Event | None:
         if self._awaits_prompt:

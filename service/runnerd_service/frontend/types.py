@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
+
 from runnerd_service.guided.guide import Guide
 
 
@@ -121,9 +123,8 @@ class PromptRecords:
     tokens: tuple[TokenRecord, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class OutputChunk:
-    """More of one output; ``finish`` on its last chunk, exactly once."""
+class OutputChunk(msgspec.Struct, frozen=True, gc=False):
+    """More of one output; ``finish`` on its last chunk, exactly once. One is made for each message, so it is cheap."""
 
     index: int
     text: str

@@ -26,6 +26,7 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 _Unary = Callable[[Any, _Context], Awaitable[Any]]
 _Streaming = Callable[[Any, _Context], AsyncGenerator[Any, None]]
 _Parse = Callable[[bytes], Message]
+_Serialize = Callable[[Message], bytes]
 
 
 class HandlerInterceptor(grpc.aio.ServerInterceptor):
@@ -58,6 +59,7 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
             return grpc.unary_unary_rpc_method_handler(self._unary(method, unary, parse), *codec)
         if handler.unary_stream is not None:
             streaming = cast(_Streaming, handler.unary_stream)
+            codec = (None, _unless_bytes(cast(_Serialize, handler.response_serializer)))
             return grpc.unary_stream_rpc_method_handler(self._streaming(method, streaming, parse), *codec)
         return handler
 
@@ -101,6 +103,11 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
             except DecodeError:
                 problem = f"the {size} bytes are no such message; generate the client's code from protos/runnerd/v1"
         raise InvalidRequest(FieldViolation(parse(b"").DESCRIPTOR.name, problem))
+
+
+def _unless_bytes(serialize: _Serialize) -> Callable[[Message | bytes], bytes]:
+    """Let a handler give messages that are serialized already."""
+    return lambda message: message if isinstance(message, bytes) else serialize(message)
 
 
 async def abort(method: str, error: BaseException, context: _Context) -> None:

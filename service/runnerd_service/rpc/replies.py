@@ -42,27 +42,6 @@ _STATES: Mapping[ServerState, server_pb2.ServerState.ValueType] = {
 }
 
 
-def stream_message(event: Event) -> inference_pb2.StreamGenerateResponse:
-    """Give the stream message of one event."""
-    match event:
-        case OutputChunk():
-            output = inference_pb2.OutputChunk(
-                index=event.index,
-                text=event.text,
-                tokens=[_token(record) for record in event.tokens],
-                finish=None if event.finish is None else finish(event.finish),
-            )
-            return inference_pb2.StreamGenerateResponse(output=output)
-        case Started():
-            started = inference_pb2.Started(
-                request_id=event.request_id, seed=event.seed, prompt_tokens=event.prompt_tokens
-            )
-            return inference_pb2.StreamGenerateResponse(started=started)
-        case PromptRecords():
-            prompt = inference_pb2.PromptTokens(tokens=[_token(record) for record in event.tokens])
-            return inference_pb2.StreamGenerateResponse(prompt=prompt)
-
-
 class Collector:
     """Gathers the delta events of a generation into the answer of the unary call.
 
@@ -83,14 +62,14 @@ class Collector:
                     self._texts[event.index] = []
                 output = self._outputs[event.index]
                 self._texts[event.index].append(event.text)
-                output.tokens.extend(_token(record) for record in event.tokens)
+                output.tokens.extend(token(record) for record in event.tokens)
                 if event.finish is not None:
                     output.finish.CopyFrom(finish(event.finish))
             case Started():
                 self._response.request_id = event.request_id
                 self._response.seed = event.seed
             case PromptRecords():
-                self._response.prompt_tokens.extend(_token(record) for record in event.tokens)
+                self._response.prompt_tokens.extend(token(record) for record in event.tokens)
 
     def response(self) -> inference_pb2.GenerateResponse:
         """Give the whole answer; call once, after the last event."""
@@ -198,7 +177,8 @@ def duration(seconds: float) -> Duration:
     return message
 
 
-def _token(record: TokenRecord) -> generation_pb2.Token:
+def token(record: TokenRecord) -> generation_pb2.Token:
+    """Give the message of a token's record."""
     return generation_pb2.Token(
         id=record.id,
         text=record.text,

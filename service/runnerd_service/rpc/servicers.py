@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -18,8 +18,9 @@ from runnerd.v1 import generation_pb2, inference_pb2, inference_pb2_grpc, server
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import FieldViolation, InvalidRequest
 from runnerd_service.frontend.frontend import Frontend
-from runnerd_service.frontend.types import Event, Generation
-from runnerd_service.rpc import convert, replies
+from runnerd_service.frontend.stream import RequestStream
+from runnerd_service.frontend.types import Generation
+from runnerd_service.rpc import convert, replies, stream_messages
 from runnerd_service.rpc.access import CALLER
 from runnerd_service.rpc.request_record import FINISH_REASONS, OUTCOMES, Observers, RequestRecord
 from runnerd_service.rpc.runners import describe_runners
@@ -57,18 +58,20 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         """Gather all events and answer once."""
         generation = replace(await _generation(request, context), cumulative=False)
         collector = replies.Collector()
-        async with aclosing(self._events(generation, "Generate", context)) as events:
-            async for event in events:
+        async with self._begun(generation, "Generate", context) as (stream, record):
+            while (event := await stream.next_event()) is not None:
+                record.note(event)
                 collector.add(event)
         return collector.response()
 
-    async def StreamGenerate(
+    async def StreamGenerate(  # type: ignore[override] # its messages are serialized already
         self, request: generation_pb2.GenerateRequest, context: _Context
-    ) -> AsyncGenerator[inference_pb2.StreamGenerateResponse, None]:
+    ) -> AsyncGenerator[bytes, None]:
         """Send a message per event."""
-        async with aclosing(self._events(await _generation(request, context), "StreamGenerate", context)) as events:
-            async for event in events:
-                yield replies.stream_message(event)
+        async with self._begun(await _generation(request, context), "StreamGenerate", context) as (stream, record):
+            while (event := await stream.next_event()) is not None:
+                record.note(event)
+                yield stream_messages.serialized(event)
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: _Context) -> inference_pb2.AbortResponse:
         """End a live request."""
@@ -96,15 +99,16 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         text = await self._frontend.detokenize(tuple(request.ids), convert.skip_special_tokens(request))
         return inference_pb2.DetokenizeResponse(text=text)
 
-    async def _events(self, generation: Generation, method: str, context: _Context) -> AsyncGenerator[Event, None]:
-        """Give the front end's events, check that they are whole, and tell how the request went."""
+    @asynccontextmanager
+    async def _begun(
+        self, generation: Generation, method: str, context: _Context
+    ) -> AsyncGenerator[tuple[RequestStream, RequestRecord], None]:
+        """Give the generation's events, and what is to be told of each; check at the end that they were whole."""
         metadata, model_name = context.invocation_metadata() or (), self._frontend.model_name
         record = RequestRecord(generation, method, metadata, self._observers, model_name)
         try:
-            async with aclosing(self._frontend.generate(generation, record.times)) as events:
-                async for event in events:
-                    record.note(event)
-                    yield event
+            async with self._frontend.open(generation, record.times) as stream:
+                yield stream, record
             record.finish()
         except Exception as error:
             record.fail(error)
