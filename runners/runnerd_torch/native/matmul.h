@@ -302,10 +302,13 @@ struct WholeRows {
 #if defined(RUNNERD_TILES)
     int8_t *high, *low;  // [num_rows][num_inputs]
 #else
-    int16_t* numbers;  // [num_rows][num_inputs]
+    int16_t* numbers;  // [num_rows][num_inputs]; of each four inputs in the order of kOrder
 #endif
     float* scales;  // [num_rows]
 };
+#if !defined(RUNNERD_TILES)
+constexpr int kOrder[4] = {0, 2, 1, 3};  // as shifts take bytes out of words
+#endif
 
 inline int32_t largest_whole(int64_t num_inputs) {
     return int32_t(std::min<int64_t>(127 * 128, ((int64_t(1) << 31) - 1) / (127 * num_inputs)));
@@ -326,7 +329,7 @@ inline void to_whole(const BFloat16* from, int64_t num_inputs, int64_t row, cons
         to.high[row * num_inputs + i] = int8_t(high);
         to.low[row * num_inputs + i] = int8_t(number - high * 128);
 #else
-        to.numbers[row * num_inputs + i] = int16_t(number);
+        to.numbers[row * num_inputs + i / 4 * 4 + kOrder[i % 4]] = int16_t(number);
 #endif
     }
 }
@@ -336,7 +339,7 @@ class WholeMultiplier {
 public:
 #if defined(RUNNERD_TILES)
     void operator()(const WholeRows& inputs, int64_t row, int64_t num_rows, const int8_t* const* panels,
-                    int64_t num_inputs, float* results) {
+                    int64_t num_inputs, float* results, const void* = nullptr) {
         for (int64_t first = 0; first < num_rows; first += 16) {
             const int64_t count = std::min<int64_t>(num_rows - first, 16), at = (row + first) * num_inputs;
             tiles_.configure(count, count);
@@ -367,58 +370,85 @@ private:
     Tiles tiles_;
 #else
     void operator()(const WholeRows& inputs, int64_t row, int64_t num_rows, const int8_t* const* panels,
-                    int64_t num_inputs, float* results) {
-        constexpr int kRows = 6;
-        int64_t r = 0;
-        for (; r + kRows <= num_rows; r += kRows) rows<kRows>(inputs, row + r, panels, num_inputs, results + r * kWide);
-        for (; r < num_rows; ++r) rows<1>(inputs, row + r, panels, num_inputs, results + r * kWide);
+                    int64_t num_inputs, float* results, const void* ahead = nullptr) {
+        const char* next = static_cast<const char*>(ahead);
+        const int64_t num_passes = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
+        const int64_t lines = next ? kStretch * kPanel * 2 / 64 / num_passes : 0;
+        for (int64_t left = num_passes; left; --left) {
+            const int64_t count = (num_rows + left - 1) / left;
+            rest<kRowsAtOnce>(count, inputs.numbers + row * num_inputs, panels, num_inputs, results, next, lines);
+            row += count;
+            num_rows -= count;
+            results += count * kWide;
+            next += num_inputs / kStretch * lines * 64;
+        }
     }
 
 private:
+    static constexpr int64_t kStretch = 64;  // inputs between two looks ahead
+    static constexpr int kRowsAtOnce = 8;
+
+    template <int kRows, typename... More>
+    static void rest(int64_t num_rows, More... more) {
+        if (num_rows == kRows) return rows<kRows>(more...);
+        if constexpr (kRows > 1) rest<kRows - 1>(num_rows, more...);
+    }
+
 #if defined(__AVX512BW__)
-    // Each vector of sums holds 8 outputs in two parts: of inputs 0 and 1, and of inputs 2 and 3 of each four.
-    template <int kRows>
-    static void rows(const WholeRows& inputs, int64_t row, const int8_t* const* panels, int64_t num_inputs,
-                     float* results) {
-        __m512i sums[kRows][4] = {};
-        for (int64_t k = 0; k < num_inputs; k += 4) {
-            __m512i weights[4];
-            for (int i = 0; i < 4; ++i)
-                weights[i] = _mm512_cvtepi8_epi16(
-                    _mm256_loadu_si256((const __m256i*)(panels[i / 2] + k * kPanel + i % 2 * 32)));
-            for (int r = 0; r < kRows; ++r) {
-                int64_t four;
-                std::memcpy(&four, inputs.numbers + (row + r) * num_inputs + k, sizeof four);
-                const __m512i input = _mm512_set1_epi64(four);
-                for (int i = 0; i < 4; ++i) {
+    static __m512i add_products(__m512i sums, __m512i weights, __m512i inputs) {
 #if defined(__AVX512VNNI__)
-                    sums[r][i] = _mm512_dpwssd_epi32(sums[r][i], weights[i], input);
+        return _mm512_dpwssd_epi32(sums, weights, inputs);
 #else
-                    sums[r][i] = _mm512_add_epi32(sums[r][i], _mm512_madd_epi16(weights[i], input));
+        return _mm512_add_epi32(sums, _mm512_madd_epi16(weights, inputs));
 #endif
+    }
+
+    // A word of the weight holds inputs 0 and 1 or 2 and 3 of an output: shifts make words of 0 and 2, and of 1 and 3.
+    template <int kRows>
+    static void rows(const int16_t* numbers, const int8_t* const* panels, int64_t num_inputs, float* results,
+                     const char* ahead, int64_t lines) {
+        constexpr int kChains = kRows > 4 ? 1 : 2;  // with few rows, sums would wait for one another
+        __m512i sums[kRows][2][kChains] = {};
+        for (int64_t begin = 0; begin < num_inputs; begin += kStretch) {
+            for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+            for (int64_t k = begin; k < begin + kStretch; k += 4) {
+                const __m512i left = _mm512_loadu_si512(panels[0] + k * kPanel);
+                const __m512i right = _mm512_loadu_si512(panels[1] + k * kPanel);
+                const __m512i left_even = _mm512_srai_epi16(_mm512_slli_epi16(left, 8), 8);
+                const __m512i right_even = _mm512_srai_epi16(_mm512_slli_epi16(right, 8), 8);
+                const __m512i left_odd = _mm512_srai_epi16(left, 8), right_odd = _mm512_srai_epi16(right, 8);
+#pragma GCC unroll 16
+                for (int r = 0; r < kRows; ++r) {
+                    int32_t pairs[2];
+                    std::memcpy(pairs, numbers + r * num_inputs + k, sizeof pairs);
+                    const __m512i even = _mm512_set1_epi32(pairs[0]), odd = _mm512_set1_epi32(pairs[1]);
+                    sums[r][0][0] = add_products(sums[r][0][0], left_even, even);
+                    sums[r][1][0] = add_products(sums[r][1][0], right_even, even);
+                    sums[r][0][kChains - 1] = add_products(sums[r][0][kChains - 1], left_odd, odd);
+                    sums[r][1][kChains - 1] = add_products(sums[r][1][kChains - 1], right_odd, odd);
                 }
             }
         }
+#pragma GCC unroll 16
         for (int r = 0; r < kRows; ++r)
-            for (int i = 0; i < 4; ++i) {
-                int32_t parts[16];
-                std::memcpy(parts, &sums[r][i], sizeof parts);
-                for (int output = 0; output < 8; ++output)
-                    results[r * kWide + i * 8 + output] = float(parts[2 * output] + parts[2 * output + 1]);
+            for (int i = 0; i < 2; ++i) {
+                __m512i sum = sums[r][i][0];
+                if constexpr (kChains == 2) sum = _mm512_add_epi32(sum, sums[r][i][1]);
+                _mm512_storeu_ps(results + r * kWide + i * kPanel, _mm512_cvtepi32_ps(sum));
             }
     }
 #else
     template <int kRows>
-    static void rows(const WholeRows& inputs, int64_t row, const int8_t* const* panels, int64_t num_inputs,
-                     float* results) {
+    static void rows(const int16_t* numbers, const int8_t* const* panels, int64_t num_inputs, float* results,
+                     const char*, int64_t) {
         for (int i = 0; i < 2; ++i)
             for (int r = 0; r < kRows; ++r) {
-                const int16_t* numbers = inputs.numbers + (row + r) * num_inputs;
                 int32_t sums[kPanel][4] = {};
                 for (int64_t k = 0; k < num_inputs; k += 4)
                     for (int output = 0; output < kPanel; ++output)
                         for (int j = 0; j < 4; ++j)
-                            sums[output][j] += int32_t(panels[i][k * kPanel + output * 4 + j]) * numbers[k + j];
+                            sums[output][j] += int32_t(panels[i][k * kPanel + output * 4 + j]) *
+                                               numbers[r * num_inputs + k + kOrder[j]];
                 for (int output = 0; output < kPanel; ++output)
                     results[r * kWide + i * kPanel + output] =
                         float(sums[output][0] + sums[output][1] + sums[output][2] + sums[output][3]);
@@ -493,8 +523,8 @@ bool multiply(const Team& team, const Projection& p, const WholeRows& inputs, in
               const Projection* following = nullptr) {
     return in_blocks<WholeMultiplier, int8_t>(
         team, p, following, num_rows,
-        [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t row, int64_t count, float* results, const void*) {
-            kernel(inputs, row, count, panels, p.num_inputs, results);
+        [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t row, int64_t count, float* results, const void* ahead) {
+            kernel(inputs, row, count, panels, p.num_inputs, results, ahead);
             const int64_t panel = (panels[0] - static_cast<const int8_t*>(p.values)) / (p.num_inputs * kPanel);
             const int64_t num_outputs = std::min<int64_t>(kWide, (p.num_outputs + kPanel - 1) / kPanel * kPanel - panel * kPanel);
             for (int64_t r = 0; r < count; ++r)
