@@ -499,8 +499,9 @@ func TestPingsEveryTenSecondsAreAccepted(t *testing.T) {
 	}
 }
 
-func TestTLS(t *testing.T) {
-	target := address(t, "RUNNERD_TLS_ADDRESS")
+// trust gives the TLS settings of a client that knows the server's authority.
+func trust(t *testing.T) *tls.Config {
+	t.Helper()
 	authority, err := os.ReadFile(address(t, "RUNNERD_TLS_CA"))
 	if err != nil {
 		t.Fatal(err)
@@ -509,18 +510,77 @@ func TestTLS(t *testing.T) {
 	if !roots.AppendCertsFromPEM(authority) {
 		t.Fatal("no certificate in the authority's file")
 	}
+	return &tls.Config{RootCAs: roots}
+}
+
+func encrypted(config *tls.Config) grpc.DialOption {
+	return grpc.WithTransportCredentials(credentials.NewTLS(config))
+}
+
+func TestTLS(t *testing.T) {
+	target := address(t, "RUNNERD_TLS_ADDRESS")
 	ctx, cancel := context.WithTimeout(context.Background(), patience)
 	defer cancel()
 
-	trusting := connect(t, target, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: roots})))
+	trusting := connect(t, target, encrypted(trust(t)))
 	got, err := generate(ctx, pb.NewInferenceServiceClient(trusting), text("x", 4))
 	if err != nil || got.finish.Usage.CompletionTokens != 4 {
 		t.Errorf("%v, %v", got, err)
 	}
 
-	distrusting := connect(t, target, grpc.WithTransportCredentials(credentials.NewTLS(&tls.Config{RootCAs: x509.NewCertPool()})))
+	distrusting := connect(t, target, encrypted(&tls.Config{RootCAs: x509.NewCertPool()}))
 	_, err = generate(ctx, pb.NewInferenceServiceClient(distrusting), text("x", 4))
 	if err == nil || runnerd.Details(err).Code != codes.Unavailable || !strings.Contains(err.Error(), "certificate") {
 		t.Errorf("a server of an unknown authority was trusted: %v", err)
+	}
+}
+
+func TestCertificateAndTokenAreBothAskedFor(t *testing.T) {
+	target := address(t, "RUNNERD_MUTUAL_TLS_ADDRESS")
+	certificate, err := tls.LoadX509KeyPair(address(t, "RUNNERD_CLIENT_CERT"), address(t, "RUNNERD_CLIENT_KEY"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	known := trust(t)
+	known.Certificates = []tls.Certificate{certificate}
+	token := grpc.WithPerRPCCredentials(runnerd.BearerToken(address(t, "RUNNERD_TOKEN")))
+	wrong := grpc.WithPerRPCCredentials(runnerd.BearerToken("another-token-0123456789"))
+	ctx, cancel := context.WithTimeout(context.Background(), patience)
+	defer cancel()
+
+	for name, one := range map[string]struct {
+		options  []grpc.DialOption
+		expected codes.Code
+	}{
+		"both":           {[]grpc.DialOption{encrypted(known), token}, codes.OK},
+		"no token":       {[]grpc.DialOption{encrypted(known)}, codes.Unauthenticated},
+		"a wrong token":  {[]grpc.DialOption{encrypted(known), wrong}, codes.Unauthenticated},
+		"no certificate": {[]grpc.DialOption{encrypted(trust(t)), token}, codes.Unavailable},
+	} {
+		connection := connect(t, target, one.options...)
+		got, err := generate(ctx, pb.NewInferenceServiceClient(connection), text("x", 4))
+		code := codes.OK
+		if err != nil {
+			code = runnerd.Details(err).Code
+		}
+		if code != one.expected || err == nil && got.finish.Usage.CompletionTokens != 4 {
+			t.Errorf("%s: %v, %v", name, got, err)
+		}
+	}
+}
+
+func TestATokenIsNotSentInPlainText(t *testing.T) {
+	token := grpc.WithPerRPCCredentials(runnerd.BearerToken("a-token-0123456789"))
+	if connection, err := grpc.Dial(address(t, "RUNNERD_ADDRESS"), grpc.WithInsecure(), token); err == nil {
+		connection.Close()
+		t.Error("a token was taken for a connection without TLS")
+	}
+}
+
+func TestUnixSocket(t *testing.T) {
+	ctx, connection := client(t, "RUNNERD_UNIX_ADDRESS")
+	got, err := generate(ctx, pb.NewInferenceServiceClient(connection), text("x", 4))
+	if err != nil || got.finish.Usage.CompletionTokens != 4 {
+		t.Errorf("%v, %v", got, err)
 	}
 }

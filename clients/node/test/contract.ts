@@ -297,3 +297,30 @@ contract("TLS", "RUNNERD_TLS_ADDRESS", async (address) => {
   };
   await withClient(address, distrusting, { tls: {} });
 });
+
+contract("CertificateAndTokenAreBothAskedFor", "RUNNERD_MUTUAL_TLS_ADDRESS", async (address) => {
+  const variable = (name: string) => process.env[name] as string;
+  const ca = variable("RUNNERD_TLS_CA");
+  const tls = { ca, cert: variable("RUNNERD_CLIENT_CERT"), key: variable("RUNNERD_CLIENT_KEY") };
+  const token = variable("RUNNERD_TOKEN");
+  const accepted = async (client: Client) => {
+    assert.equal((await collect(await stream(client, text("x", 4)))).finish?.usage?.completionTokens, 4);
+  };
+  const refused = (code: status) => async (client: Client) => {
+    assert.equal((await failure(stream(client, text("x", 4)))).code, code);
+  };
+  await withClient(address, accepted, { tls, token });
+  await withClient(address, refused(status.UNAUTHENTICATED), { tls });
+  await withClient(address, refused(status.UNAUTHENTICATED), { tls, token: "another-token-0123456789" });
+  await withClient(address, refused(status.UNAVAILABLE), { tls: { ca }, token });
+});
+
+contract("ATokenIsNotSentInPlainText", "RUNNERD_ADDRESS", async (address) => {
+  assert.throws(() => new Client(address, { token: "a-token-0123456789" }), /TLS/);
+});
+
+contract("UnixSocket", "RUNNERD_UNIX_ADDRESS", (address) =>
+  withClient(address, async (client) => {
+    assert.equal((await collect(await stream(client, text("x", 4)))).finish?.usage?.completionTokens, 4);
+  }),
+);

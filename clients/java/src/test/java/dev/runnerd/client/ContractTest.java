@@ -20,8 +20,11 @@ import dev.runnerd.v1.OutputOptions;
 import dev.runnerd.v1.SamplingParams;
 import dev.runnerd.v1.Token;
 import dev.runnerd.v1.TokenizeRequest;
+import io.grpc.ChannelCredentials;
+import io.grpc.CompositeChannelCredentials;
 import io.grpc.ConnectivityState;
 import io.grpc.Grpc;
+import io.grpc.InsecureChannelCredentials;
 import io.grpc.ManagedChannel;
 import io.grpc.Status;
 import io.grpc.StatusRuntimeException;
@@ -31,6 +34,7 @@ import io.grpc.health.v1.HealthCheckResponse;
 import io.grpc.health.v1.HealthGrpc;
 import java.io.BufferedReader;
 import java.io.File;
+import java.io.IOException;
 import java.io.InputStreamReader;
 import java.nio.charset.StandardCharsets;
 import java.time.Duration;
@@ -303,33 +307,62 @@ public class ContractTest {
   @Test
   public void tls() throws Exception {
     String target = Server.environment("RUNNERD_TLS_ADDRESS");
-    File authority = new File(Server.environment("RUNNERD_TLS_CA"));
-    ManagedChannel trusting =
-        Grpc.newChannelBuilder(target, TlsChannelCredentials.newBuilder().trustManager(authority).build()).build();
-    ManagedChannel distrusting = Grpc.newChannelBuilder(target, TlsChannelCredentials.create()).build();
+    assertEquals(Status.Code.OK, askedWith(target, trusting().build()).getCode());
+
+    Status distrusted = askedWith(target, TlsChannelCredentials.create());
+    assertEquals(Status.Code.UNAVAILABLE, distrusted.getCode());
+    String causes = causes(distrusted.getCause());
+    assertTrue(causes, causes.contains("unable to find valid certification path"));
+  }
+
+  @Test
+  public void certificateAndTokenAreBothAskedFor() throws Exception {
+    String target = Server.environment("RUNNERD_MUTUAL_TLS_ADDRESS");
+    File certificate = new File(Server.environment("RUNNERD_CLIENT_CERT"));
+    File key = new File(Server.environment("RUNNERD_CLIENT_KEY"));
+    ChannelCredentials known = trusting().keyManager(certificate, key).build();
+    BearerToken token = new BearerToken(Server.environment("RUNNERD_TOKEN"));
+    BearerToken wrong = new BearerToken("another-token-0123456789");
+
+    assertEquals(Status.Code.OK, askedWith(target, CompositeChannelCredentials.create(known, token)).getCode());
+    assertEquals(Status.Code.UNAUTHENTICATED, askedWith(target, known).getCode());
+    assertEquals(
+        Status.Code.UNAUTHENTICATED,
+        askedWith(target, CompositeChannelCredentials.create(known, wrong)).getCode());
+    assertEquals(
+        Status.Code.UNAVAILABLE,
+        askedWith(target, CompositeChannelCredentials.create(trusting().build(), token)).getCode());
+  }
+
+  @Test
+  public void aTokenIsNotSentInPlainText() {
+    String target = Server.environment("RUNNERD_ADDRESS");
+    ChannelCredentials open =
+        CompositeChannelCredentials.create(
+            InsecureChannelCredentials.create(), new BearerToken("a-token-0123456789"));
+    Status status = askedWith(target, open);
+    assertEquals(Status.Code.UNAUTHENTICATED, status.getCode());
+    assertEquals(BearerToken.NO_TLS, status.getDescription());
+  }
+
+  private static TlsChannelCredentials.Builder trusting() throws IOException {
+    return TlsChannelCredentials.newBuilder().trustManager(new File(Server.environment("RUNNERD_TLS_CA")));
+  }
+
+  /** Asks for four tokens over a connection of its own; gives how that ended. */
+  private static Status askedWith(String target, ChannelCredentials credentials) {
+    ManagedChannel channel = Grpc.newChannelBuilder(target, credentials).build();
     try {
-      GenerateRequest request = text("x", 4).build();
-      InferenceServiceBlockingStub stub = InferenceServiceGrpc.newBlockingStub(trusting);
-      assertEquals(
-          4,
-          stub.withDeadlineAfter(PATIENCE_SECONDS, TimeUnit.SECONDS)
-              .generate(request)
-              .getOutputs(0)
-              .getFinish()
-              .getUsage()
-              .getCompletionTokens());
-      StatusRuntimeException error =
-          assertThrows(
-              StatusRuntimeException.class,
-              () ->
-                  InferenceServiceGrpc.newBlockingStub(distrusting)
-                      .withDeadlineAfter(PATIENCE_SECONDS, TimeUnit.SECONDS)
-                      .generate(request));
-      assertEquals(Status.Code.UNAVAILABLE, ErrorDetails.of(error).code());
-      assertTrue(String.valueOf(error.getCause()), causes(error).contains("unable to find valid certification path"));
+      GenerateResponse response =
+          InferenceServiceGrpc.newBlockingStub(channel)
+              .withDeadlineAfter(PATIENCE_SECONDS, TimeUnit.SECONDS)
+              .generate(text("x", 4).build());
+      assertEquals(4, response.getOutputs(0).getFinish().getUsage().getCompletionTokens());
+      return Status.OK;
+    } catch (StatusRuntimeException error) {
+      return error.getStatus();
     } finally {
-      trusting.shutdownNow();
-      distrusting.shutdownNow();
+      channel.shutdownNow();
     }
   }
 
