@@ -4,7 +4,8 @@ set -eu
 packages="protobuf-compiler golang-go protoc-gen-go-1-5 protoc-gen-go-grpc golang-google-grpc-dev
 golang-google-protobuf-dev golang-github-golang-protobuf-1-5-dev default-jdk-headless protobuf-compiler-grpc-java-plugin
 libgrpc-java libprotobuf-java libnetty-java libnetty-tcnative-java libnetty-tcnative-jni libperfmark-java
-libgoogle-common-protos-java libgoogle-gson-java libgeronimo-annotation-1.3-spec-java libguava-java libjsr305-java junit4"
+libgoogle-common-protos-java libgoogle-gson-java libgeronimo-annotation-1.3-spec-java libguava-java libjsr305-java junit4
+maven libmaven-compiler-plugin-java libmaven-resources-plugin-java libsurefire-java libexec-maven-plugin-java"
 # shellcheck disable=SC2086 # a list of words
 if dpkg-query --show $packages > /dev/null 2>&1; then
   exit 0

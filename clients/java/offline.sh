@@ -19,11 +19,8 @@ shift
 case $action in
 build)
   rm -rf "$target"
-  mkdir -p "$target/stubs" "$target/classes"
-  sh "$here/generate.sh" "$target/stubs"
-  # TLS: Debian's netty offers HTTP/2 over it with OpenSSL alone, and looks for it by another name than Debian gives it.
-  mkdir "$target/native"
-  cp /usr/lib/*/jni/libnetty-tcnative.so "$target/native/libnetty_tcnative.so"
+  mkdir -p "$target/classes"
+  sh "$here/generate.sh" "$target"
   find "$target/stubs" "$here/src" -name '*.java' > "$target/sources"
   # -J: javac ends before its own code is worth optimising; -proc:none: no processor of annotations is looked for
   javac -J-XX:TieredStopAtLevel=1 -J-XX:+UseSerialGC -encoding UTF-8 --release 17 -proc:none -nowarn \
