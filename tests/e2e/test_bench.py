@@ -112,12 +112,24 @@ def test_two_results_are_compared(bench, tmp_path, capsys) -> None:
         (["--dataset-path", "x"], "--dataset-name custom"),
         (["--plot", "no/such/folder/x.png"], "no/such/folder/x.png"),
         (["--random-range-ratio", "2"], "--random-range-ratio"),
-        (["--compare", "no-such.json", "no-such.json"], "no-such.json"),
+        (
+            ["--num-prompts", "100", "--compare", "a", "b"],
+            "--compare measures nothing: leave out --address, --num-prompts",
+        ),
+        (
+            ["--compare", "a", "b", "--goodput", "ttft:1", "--ignore-eos"],
+            "leave out --address, --goodput, --ignore-eos",
+        ),
     ],
 )
 def test_what_cannot_be_done_has_exit_code_2(address, capsys, arguments: list[str], message: str) -> None:
     assert main(["bench", "--address", address, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_result_that_is_not_there_is_named(capsys) -> None:
+    assert main(["bench", "--compare", "no-such.json", "no-such.json"]) == 2
+    assert "no-such.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,14 @@ def test_generate_gives_the_form_that_was_asked_for(daemon, capsys, tmp_path) ->
 def test_info_shows_model_server_and_load(address, capsys) -> None:
     code, out, _ = run(capsys, "info", "--address", address)
     assert code == 0
-    assert re.search(r"^  name +toy$", out, re.MULTILINE)
-    assert "SERVER_STATE_SERVING" in out
+    assert re.findall(r"^\w+$", out, re.MULTILINE) == ["model", "server", "load"]  # from what one looks for first
+    told = dict(re.findall(r"^  (\S+(?: \S+)*)  +(.*)$", out, re.MULTILINE))
+    assert (told["name"], told["state"], told["running"]) == ("toy", "serving", "0")
+    assert told["async_execution"].startswith("auto: ")
+    assert "top_p" in told["serves"].split(", ")
+    assert told["does not serve"].split(", ") == sorted(told["does not serve"].split(", "))
+    assert all(told.values())
+    assert "SUPPORT_" not in out
     code, out, _ = run(capsys, "info", "--address", address, "--json")
     described = json.loads(out)
     assert code == 0

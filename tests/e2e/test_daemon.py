@@ -180,11 +180,23 @@ def test_what_cannot_be_served_is_refused_in_a_line_with_exit_code_2(runnerd, ar
     assert result.stdout == ""
 
 
+def test_the_load_has_the_number_of_blocks_before_the_first_step(daemon) -> None:
+    with Client(daemon("--runner-option", "num_blocks=77").wait_until_ready()) as client:
+        assert client.load().num_blocks == client.server_info().num_blocks == 77
+
+
 def test_what_the_runner_does_not_allow_is_refused_before_anybody_can_connect(runnerd) -> None:
     result = runnerd("serve", "--port", "0", "--runner", "sim", "--block-size", "7")
     assert result.returncode == 2
     assert "--block-size is 7" in result.stderr
     assert "listening" not in result.stderr
+
+
+def test_a_model_that_is_not_there_is_refused_before_anybody_can_connect(runnerd) -> None:
+    result = runnerd("serve", "/no/such/model", "--port", "0", "--runner", "cpu")
+    assert result.returncode == 2
+    assert result.stderr.startswith("runnerd: model '/no/such/model' does not exist; give the path of ")
+    assert result.stderr.count("\n") == 1
 
 
 def test_the_largest_message_size_that_is_taken_can_be_served(daemon) -> None:
@@ -224,7 +236,7 @@ def test_the_log_names_requests_and_holds_no_text(daemon) -> None:
     server.terminate()
     assert server.wait() == 0
     assert "request req-1 finished: 15 prompt tokens, 4 output tokens" in server.log()
-    assert "request req-2 invalid_request: 0 prompt tokens" in server.log()
+    assert "request req-2 invalid_request (stopping.stop): 0 prompt tokens" in server.log()
     assert "secret" not in server.log()
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from datetime import datetime
 
 import pytest
@@ -38,6 +41,66 @@ def test_every_line_is_an_object_and_a_request_has_its_figures(daemon) -> None:
     assert 0 < told["seconds_to_first_token"] <= told["seconds"]
     assert not {"tenant", "trace_id"} & set(told)
     assert CANARY not in server.log()
+
+
+# What a runner, a library in Python or C, a thread and a child of the process may write.
+OTHERS = """
+import os, subprocess, sys, threading, warnings
+from runnerd_service.rpc import daemon
+from runnerd_service.cli.main import main
+
+async def check(*_):
+    warnings.warn("two\\nlines", stacklevel=1)
+    print("plain, and", "printed", file=sys.stderr)
+    os.write(2, b"as C writes: \\xff\\n")
+    subprocess.run(["sh", "-c", "echo of a child >&2"], check=True)
+    thread = threading.Thread(target=lambda: 1 / 0, name="careless")
+    thread.start()
+    thread.join()
+    raise RuntimeError("a defect of ours")
+
+daemon.Frontend.start = check
+sys.exit(main(["serve", "--runner", "sim", "--port", "0", "--log-format", "json"]))
+"""
+
+
+def json_lines(*command: str, **environment: str) -> tuple[int, list[dict]]:
+    """Give the exit code and the lines of standard error, each of which has to be an object."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    return done.returncode, [json.loads(line) for line in done.stderr.splitlines()]
+
+
+def test_what_others_write_to_standard_error_becomes_lines_of_the_log() -> None:
+    code, lines = json_lines("-c", OTHERS)
+    assert code == 1
+    told = {line["message"]: line for line in lines}
+    assert any(message.endswith("UserWarning: two\nlines") for message in told)
+    assert {"plain, and printed", "as C writes: \\xff", "of a child"} <= told.keys()
+    assert "ZeroDivisionError" in told["the thread careless ended"]["exception"]
+    assert told["RuntimeError"]["level"] == "critical"
+    assert "a defect of ours" in told["RuntimeError"]["exception"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--runner", "nope", "--log-format", "json"], {}, "nope"),
+        (["--runner", "cpu", "/no/such/model"], {"RUNNERD_LOG_FORMAT": "json"}, "/no/such/model"),
+        (["--port", "x", "--log-format", "json"], {}, "--port: expected"),
+    ],
+)
+def test_why_it_does_not_start_is_a_line_of_the_log(arguments, environment, message) -> None:
+    code, lines = json_lines("-m", "runnerd_service", "serve", *arguments, **environment)
+    assert code == 2
+    assert lines[-1]["level"] == "critical"
+    assert message in lines[-1]["message"]
 
 
 def record(message: str, *arguments: object, **more: object) -> logging.LogRecord:

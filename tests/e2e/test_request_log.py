@@ -36,6 +36,16 @@ async def test_a_request_id_that_is_refused_for_its_length_does_not_fill_the_log
     assert len(line) < 300
 
 
+async def test_a_refusal_is_told_with_the_fields_that_are_wrong_and_not_with_what_they_hold(live, caplog) -> None:
+    with caplog.at_level(logging.INFO, LOGGER), pytest.raises(InvalidRequestError):
+        await live.client.generate("x", request_id="mine", top_p=7.0, stop=["a secret" * 1000])
+    (line,) = lines(caplog)
+    assert line.startswith("request mine invalid_request (sampling.top_p, stopping.stop[0]): ")
+    assert "secret" not in line
+    (told,) = (record.fields for record in caplog.records if record.name == LOGGER)
+    assert told["wrong_fields"] == ("sampling.top_p", "stopping.stop[0]")
+
+
 async def test_the_tokens_of_a_stream_that_was_left_are_counted(slow, idle, caplog) -> None:
     with caplog.at_level(logging.INFO, LOGGER):
         async with slow.client.stream("x", n=2, max_tokens=5000, ignore_eos=True) as stream:

@@ -52,10 +52,11 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The requests cannot be made, or a file cannot be written.
         CallFailed: The server cannot be reached.
     """
-    if arguments.compare is not None:
-        print(comparison(*map(_read_result, arguments.compare)))
-        return exit_codes.OK
     try:
+        if arguments.compare is not None:
+            bench_flags.check_compare(arguments)
+            print(comparison(*map(_read_result, arguments.compare)))
+            return exit_codes.OK
         bench_flags.check(arguments)
         with connected(arguments) as client:
             model, setup = client.model_info(), _setup(arguments, client)

@@ -91,8 +91,28 @@ def _pair(text: str) -> tuple[str, str]:
     return key, value
 
 
+def _noting(action: type[argparse.Action]) -> type[argparse.Action]:
+    """Give ``action``, which also keeps the flag itself in ``given``."""
+
+    class Noting(action):  # type: ignore[valid-type,misc]
+        def __call__(
+            self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: object, flag: str | None = None
+        ) -> None:
+            namespace.given = (*namespace.given, flag)
+            super().__call__(parser, namespace, value, flag)
+
+    return Noting
+
+
 def add(parser: argparse.ArgumentParser) -> None:
-    """Add all flags."""
+    """Add all flags; those that are given will stand in ``given``."""
+    for name, action in (
+        (None, argparse._StoreAction),
+        ("store_true", argparse._StoreTrueAction),
+        ("extend", argparse._ExtendAction),
+    ):
+        parser.register("action", name, _noting(action))
+    parser.set_defaults(given=())
     add_connection(parser)
     _add_dataset(parser.add_argument_group("requests"))
     _add_load(parser.add_argument_group("load"))
@@ -211,6 +231,17 @@ def _add_results(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--compare", type=Path, nargs=2, metavar=("BASE", "NEW"), help="measure nothing: compare two written results"
     )
+
+
+def check_compare(arguments: argparse.Namespace) -> None:
+    """Check that nothing is asked for beside the comparison, which measures nothing.
+
+    Raises:
+        DatasetError: Something is.
+    """
+    others = sorted({flag for flag in arguments.given if flag != "--compare"})
+    if others:
+        raise DatasetError(f"--compare measures nothing: leave out {', '.join(others)}")
 
 
 def check(arguments: argparse.Namespace) -> None:

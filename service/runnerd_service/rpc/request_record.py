@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from runnerd_service.errors import InvalidRequest
 from runnerd_service.frontend.types import ChatPrompt, Event, Generation, OutputChunk, Started
 from runnerd_service.frontend.validation import MAX_NAME_CHARACTERS
 from runnerd_service.rpc.status import REASONS, reason_of
@@ -23,6 +24,7 @@ FINISH_REASONS = ("stop", "length", "time_limit", "guide")
 
 _SLACK_SECONDS = 0.1
 """The caller's own clock ends a call first, by as long as the call took to get here."""
+_MAX_FIELDS_TOLD = 10
 _PROVIDER = "runnerd"
 _REQUEST_ATTRIBUTES = (
     ("gen_ai.request.temperature", "temperature"),
@@ -59,6 +61,7 @@ class RequestRecord:
         num_outputs = 1 if generation.n is None else generation.n
         self.times = RequestTimes(num_outputs=num_outputs, max_tokens=generation.max_tokens)
         self.outcome = CANCELLED
+        self._wrong_fields: tuple[str, ...] = ()
         self._request_id = generation.request_id or "(refused)"
         self._tenant = generation.tenant
         self._num_outputs = num_outputs
@@ -89,6 +92,9 @@ class RequestRecord:
     def fail(self, error: Exception) -> None:
         """Note the error that it ends with."""
         self.outcome = reason_of(error).lower()
+        if isinstance(error, InvalidRequest):
+            # Paths of the API, which have no text of the request; what was got there is not told.
+            self._wrong_fields = tuple(_printable(one.field) for one in error.violations[:_MAX_FIELDS_TOLD])
 
     def close(self, seconds_left: float | None) -> None:
         """Tell log, metrics and trace that it has ended.
@@ -107,10 +113,11 @@ class RequestRecord:
         times, name = self.times, _printable(self._request_id)
         seconds = (times.end_ns - times.arrival_ns) * 1e-9
         logger.info(
-            "request %s%s %s: %d prompt tokens, %d output tokens, %.3f s",
+            "request %s%s %s%s: %d prompt tokens, %d output tokens, %.3f s",
             name,
             f" of {self._tenant}" if self._tenant else "",
             self.outcome,
+            f" ({', '.join(self._wrong_fields)})" if self._wrong_fields else "",
             times.num_prompt_tokens,
             times.num_output_tokens,
             seconds,
@@ -118,6 +125,7 @@ class RequestRecord:
                 request_id=name,
                 tenant=self._tenant or None,
                 outcome=self.outcome,
+                wrong_fields=self._wrong_fields or None,
                 prompt_tokens=times.num_prompt_tokens,
                 cached_tokens=times.num_cached_tokens,
                 output_tokens=times.num_output_tokens,

@@ -198,7 +198,10 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
 
     async def GetLoad(self, request: server_pb2.GetLoadRequest, context: _Context) -> server_pb2.GetLoadResponse:
         """Give the engine's counters."""
-        return replies.load_info(self._frontend.load)
+        info, ready = replies.load_info(self._frontend.load), self._frontend.engine_ready
+        if ready is not None and not info.num_blocks:  # no step has told it yet
+            info.num_blocks = ready.num_blocks
+        return info
 
     async def ListRunners(
         self, request: server_pb2.ListRunnersRequest, context: _Context

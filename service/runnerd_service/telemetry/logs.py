@@ -10,6 +10,8 @@ import logging
 from datetime import UTC, datetime
 from typing import Literal
 
+from runnerd_service.telemetry.standard_error import take_standard_error
+
 LogFormat = Literal["text", "json"]
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -44,7 +46,19 @@ def with_fields(**fields: object) -> dict[str, object]:
 
 
 def configure_logging(level: str, log_format: LogFormat) -> None:
-    """Send log lines of at least ``level`` to standard error; to be called by the owner of the process only."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter(_TEXT_FORMAT))
+    """Send log lines of at least ``level`` to standard error; to be called by the owner of the process only.
+
+    As JSON, all else that comes to standard error becomes a line of the log, too, once and for all.
+    """
+    if log_format == "json":
+        handler: logging.Handler = logging.StreamHandler(take_standard_error())
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter(_TEXT_FORMAT))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def logs_json() -> bool:
+    """Whether this process has been told to log JSON."""
+    return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
