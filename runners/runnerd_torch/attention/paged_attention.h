@@ -434,17 +434,6 @@ inline void find_pages(const Attention& attention, const Unit& unit, int64_t til
     }
 }
 
-// Asks for the keys and values of a head.
-inline void prefetch_pages(const ForwardArgs& a, const int64_t* pages, int64_t kv_head) {
-    const int64_t page_bytes = a.head_dim * kPanel * 2;
-    for (const void* cache : {a.key_cache, a.value_cache})
-        for (int i = 0; i < kPages; ++i) {
-            if (i && pages[i] == pages[i - 1]) continue;
-            const char* const from = static_cast<const char*>(cache) + (pages[i] * a.num_kv_heads + kv_head) * page_bytes;
-            for (int64_t offset = 0; offset < page_bytes; offset += 64) __builtin_prefetch(from + offset, 0, 2);
-        }
-}
-
 // Asks for all heads of a tile in the order of memory; the loops over one head jump from token to token.
 template <typename T>
 void prefetch_tile(const ForwardArgs& a, const Scratch& s, int num_keys) {
@@ -609,39 +598,59 @@ inline TilePages find_in_cache(const Attention& attention, const Unit& unit, int
     return pages;
 }
 
-// Adds up the weighted values of all rows of a head, 32 of the head dimension at a time.
-inline void weigh_pages(const TilePages& pages, const BFloat16* weights, int64_t num_rows, int64_t head_dim,
-                        float* output, Multiplier<BFloat16>& multiply) {
-    alignas(64) float results[kBlockRows * kWide];
-    for (int64_t d = 0; d < head_dim; d += kWide) {
-        const BFloat16* panels[2 * kPages];
-        for (int page = pages.first; page < pages.end; ++page)
-            for (int i = 0; i < 2; ++i)
-                panels[2 * (page - pages.first) + i] = pages.values[page] + (d + i * kPanel) * kPanel;
+// Gives the scores of up to kBlockRows rows, in two parts of 32 keys: part p of row r begins at scores + r * row_step +
+// p * part_step. Those of pages that nobody sees are not set.
 #if defined(RUNNERD_TILES)
-        // Tiles want a panel in one piece.
-        alignas(64) BFloat16 pieces[2][kTile * kPanel];
-        for (int page = 0; page < kPages; ++page)
-            for (int i = 0; i < 2; ++i) {
-                BFloat16* const to = pieces[i] + page * kPanel * kPanel;
-                if (page < pages.first || page >= pages.end) std::memset(to, 0, kPanel * kPanel * 2);
-                else std::memcpy(to, panels[2 * (page - pages.first) + i], kPanel * kPanel * 2);
-            }
-        panels[0] = pieces[0];
-        panels[1] = pieces[1];
-#endif
-        for (int64_t row = 0; row < num_rows; row += kBlockRows) {
-            const int64_t count = std::min(kBlockRows, num_rows - row);
-#if defined(RUNNERD_TILES)
-            multiply(weights + row * kTile, kTile, count, panels, kTile, results);
+constexpr int64_t kScoresRowStep = kWide, kScoresPartStep = kBlockRows * kWide;
 #else
-            multiply.segments(weights + row * kTile + pages.first * kPanel, kTile, count, panels, kPanel,
-                              pages.end - pages.first, results);
+constexpr int64_t kScoresRowStep = kTile, kScoresPartStep = kWide;
 #endif
-            for (int64_t r = 0; r < count; ++r)
-                std::memcpy(output + (row + r) * head_dim + d, results + r * kWide, kWide * sizeof(float));
-        }
+inline void score_pages(const TilePages& pages, const BFloat16* query, int64_t num_rows, int64_t head_dim, float* scores,
+                        Multiplier<BFloat16>& multiply) {
+#if !defined(RUNNERD_TILES)
+    if (pages.first < 2 && pages.end > 2)
+        return multiply.segments<kPages>(query, head_dim, num_rows, pages.keys, head_dim, 1, scores, kScoresRowStep);
+#endif
+    for (int part = pages.first / 2; part < (pages.end + 1) / 2; ++part) {
+        float* const to = scores + part * kScoresPartStep;
+#if defined(RUNNERD_TILES)
+        multiply(query, head_dim, num_rows, pages.keys + 2 * part, head_dim, to);
+#else
+        multiply.segments<2>(query, head_dim, num_rows, pages.keys + 2 * part, head_dim, 1, to, kScoresRowStep);
+#endif
     }
+}
+
+// Adds up the weighted values of all rows of a head, kPanels of 16 of the head dimension at a time.
+template <int kPanels>
+void weigh_pages(const TilePages& pages, const BFloat16* weights, int64_t num_rows, int64_t head_dim, int64_t d,
+                 float* output, Multiplier<BFloat16>& multiply) {
+    const BFloat16* panels[kPanels * kPages];
+    for (int page = pages.first; page < pages.end; ++page)
+        for (int i = 0; i < kPanels; ++i)
+            panels[kPanels * (page - pages.first) + i] = pages.values[page] + (d + i * kPanel) * kPanel;
+#if defined(RUNNERD_TILES)
+    // Tiles want a panel in one piece.
+    alignas(64) BFloat16 pieces[kPanels][kTile * kPanel];
+    alignas(64) float results[kBlockRows * kWide];
+    for (int page = 0; page < kPages; ++page)
+        for (int i = 0; i < kPanels; ++i) {
+            BFloat16* const to = pieces[i] + page * kPanel * kPanel;
+            if (page < pages.first || page >= pages.end) std::memset(to, 0, kPanel * kPanel * 2);
+            else std::memcpy(to, panels[kPanels * (page - pages.first) + i], kPanel * kPanel * 2);
+        }
+    for (int i = 0; i < kPanels; ++i) panels[i] = pieces[i];
+    for (int64_t row = 0; row < num_rows; row += kBlockRows)
+        for (int64_t i = 0; i < kPanels; i += 2) {
+            const int64_t count = std::min(kBlockRows, num_rows - row);
+            multiply(weights + row * kTile, kTile, count, panels + i, kTile, results);
+            for (int64_t r = 0; r < count; ++r)
+                std::memcpy(output + (row + r) * head_dim + d + i * kPanel, results + r * kWide, kWide * sizeof(float));
+        }
+#else
+    multiply.segments<kPanels>(weights + pages.first * kPanel, kTile, num_rows, panels, kPanel, pages.end - pages.first,
+                               output + d, head_dim);
+#endif
 }
 
 // Leaves maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on, by products of
@@ -652,23 +661,26 @@ inline void attend_by_products(const Attention& attention, const Unit& unit, int
     const int64_t num_rows = unit.num_queries * attention.group;
     BFloat16* const weights = reinterpret_cast<BFloat16*>(s.weights) + first_row * kTile;
     const BFloat16* const query = reinterpret_cast<const BFloat16*>(s.query) + first_row * a.head_dim;
+    float* const output = s.tile_output + first_row * a.head_dim;
     const TilePages pages =
         a.packed ? find_in_cache(attention, unit, tile, kv_head, s) : arrange(attention, kv_head, s);
-    alignas(64) float parts[2][kBlockRows * kWide];
+    alignas(64) float scores[2 * kBlockRows * kWide];
     for (int64_t row = 0; row < num_rows; row += kBlockRows) {
         const int64_t count = std::min(kBlockRows, num_rows - row);
-        for (int part = 0; part < 2; ++part)
-            multiply(query + row * a.head_dim, a.head_dim, count, pages.keys + 2 * part, a.head_dim, parts[part]);
+        score_pages(pages, query + row * a.head_dim, count, a.head_dim, scores, multiply);
         for (int64_t r = 0; r < count; ++r) {
             const int64_t position = attention.position(unit.row, unit.first_query + (row + r) / attention.group);
             const int64_t begin = attention.first_visible(position) - tile * kTile, end = position + 1 - tile * kTile;
-            const float* const scores[2] = {parts[0] + r * kWide, parts[1] + r * kWide};
-            softmax_of_row(scores, a.scale, a.softcap, int(std::clamp<int64_t>(begin, 0, kTile)),
+            const float* const parts[2] = {scores + r * kScoresRowStep, scores + r * kScoresRowStep + kScoresPartStep};
+            softmax_of_row(parts, a.scale, a.softcap, int(std::clamp<int64_t>(begin, 0, kTile)),
                            int(std::clamp<int64_t>(end, 0, kTile)), weights + (row + r) * kTile,
                            s.tile_max + first_row + row + r, s.tile_sum + first_row + row + r);
         }
     }
-    weigh_pages(pages, weights, num_rows, a.head_dim, s.tile_output + first_row * a.head_dim, multiply);
+    int64_t d = 0;
+    for (; d + 4 * kPanel <= a.head_dim; d += 4 * kPanel)
+        weigh_pages<4>(pages, weights, num_rows, a.head_dim, d, output, multiply);
+    if (d < a.head_dim) weigh_pages<2>(pages, weights, num_rows, a.head_dim, d, output, multiply);
 }
 #endif
 
@@ -754,9 +766,8 @@ void merge_tiles(Scratch& s, int64_t num_rows, const float* tile_max, const floa
     merge_outputs(num_rows, s.head_dim, s.keep, s.take, s.output, s.head_dim, tile_output, s.head_dim);
 }
 
-// `following`: what this thread will likely do next; may be null.
 template <typename T>
-void attend(const Attention& attention, const Unit& unit, const Unit* following, ThreadState<T>& state) {
+void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state) {
     Scratch& s = state.scratch;
     const int64_t num_rows = attention.num_rows(unit), rows_of_head = unit.num_queries * attention.group;
     load_query<T>(attention, unit, s);
@@ -764,21 +775,13 @@ void attend(const Attention& attention, const Unit& unit, const Unit* following,
     for (int64_t i = 0; i < unit.num_tiles; ++i) {
         const int64_t tile = unit.first_tile + i;
         const int num_keys = attention.a.packed ? kTile : find_slots(attention, unit, tile, s);
-        const bool is_last = i + 1 == unit.num_tiles;
-        const Unit* const next = is_last ? following : &unit;
-        // One token has little to compute, so memory has to be asked early.
-        const bool asks = attention.a.packed && unit.num_queries == 1 && next;
-        int64_t next_pages[kPages];
-        if (asks) find_pages(attention, *next, is_last ? next->first_tile : tile + 1, next_pages);
         if (attention.a.packed) {
             find_pages(attention, unit, tile, s.pages);
         } else if (unit.num_heads > 1) {
             prefetch_tile<T>(attention.a, s, num_keys);
         }
-        for (int64_t head = 0; head < unit.num_heads; ++head) {
-            if (asks && head < next->num_heads) prefetch_pages(attention.a, next_pages, next->first_head + head);
+        for (int64_t head = 0; head < unit.num_heads; ++head)
             attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, state);
-        }
         if (unit.partials) {
             float* partial = unit.partials + i * attention.partial_size(unit);
             std::copy_n(s.tile_max, num_rows, partial);
@@ -831,11 +834,7 @@ Status forward(const ForwardArgs& args, const Team& team) {
         return std::unique_ptr<ThreadState<T>>(new ThreadState<T>{Scratch(max_rows, args.head_dim)});
     };
     if (!team.run(attention.num_threads, int64_t(attention.units.size()), make_state,
-                  [&](auto& state, int64_t i) {
-                      const size_t next = size_t(i + attention.num_threads);
-                      attend<T>(attention, attention.units[i],
-                                next < attention.units.size() ? &attention.units[next] : nullptr, *state);
-                  }))
+                  [&](auto& state, int64_t i) { attend<T>(attention, attention.units[i], *state); }))
         return kNoMemory;
     if (attention.split.empty()) return kOk;
     const int64_t mergers = std::min(attention.num_threads, 1 + attention.partials_size / kAttentionProductsPerThread);

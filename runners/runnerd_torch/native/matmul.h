@@ -83,35 +83,42 @@ void multiply_rows(const float* inputs, int64_t stride, const float* const* pane
 #if defined(__AVX512BF16__)
 constexpr int64_t kStretch = 32;  // inputs between two looks ahead
 
-// The panels may come in segments of num_inputs, two pointers each: what counts is the sum over all of them. Meanwhile
-// lines of 64 bytes from `ahead` on are asked for, so many for each kStretch of inputs.
-template <int kRows>
-void multiply_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
-                   float* results, int64_t num_segments = 1, const char* ahead = nullptr, int64_t lines = 0) {
-    __m512 sums[kRows][2] = {};
-    for (int64_t segment = 0; segment < num_segments; ++segment, inputs += num_inputs) {
+// The same for kPanels panels. They may come in segments of num_inputs, kPanels pointers each: what counts is the sum
+// over all of them. Rows of results lie so many numbers apart. Meanwhile lines of 64 bytes from `ahead` on are asked
+// for, so many for each kStretch of inputs.
+template <int kRows, int kPanels>
+void multiply_segments(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
+                       float* results, int64_t results_stride, int64_t num_segments, const char* ahead, int64_t lines) {
+    __m512 sums[kRows][kPanels] = {};
+    for (int64_t segment = 0; segment < num_segments; ++segment, inputs += num_inputs, panels += kPanels) {
         for (int64_t begin = 0; begin < num_inputs; begin += kStretch) {
             for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
             const int64_t end = std::min(begin + kStretch, num_inputs);
             for (int64_t k = begin; k < end; k += 2) {
-                const __m512bh left = (__m512bh)_mm512_loadu_si512(panels[2 * segment] + k * kPanel);
-                const __m512bh right = (__m512bh)_mm512_loadu_si512(panels[2 * segment + 1] + k * kPanel);
+                __m512bh weights[kPanels];
+#pragma GCC unroll 16
+                for (int i = 0; i < kPanels; ++i) weights[i] = (__m512bh)_mm512_loadu_si512(panels[i] + k * kPanel);
 #pragma GCC unroll 16
                 for (int r = 0; r < kRows; ++r) {
                     int32_t pair;
                     std::memcpy(&pair, inputs + r * stride + k, sizeof pair);
                     const __m512bh input = (__m512bh)_mm512_set1_epi32(pair);
-                    sums[r][0] = _mm512_dpbf16_ps(sums[r][0], left, input);
-                    sums[r][1] = _mm512_dpbf16_ps(sums[r][1], right, input);
+#pragma GCC unroll 16
+                    for (int i = 0; i < kPanels; ++i) sums[r][i] = _mm512_dpbf16_ps(sums[r][i], weights[i], input);
                 }
             }
         }
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < kRows; ++r) {
-        _mm512_storeu_ps(results + r * kWide, sums[r][0]);
-        _mm512_storeu_ps(results + r * kWide + kPanel, sums[r][1]);
-    }
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+        for (int i = 0; i < kPanels; ++i) _mm512_storeu_ps(results + r * results_stride + i * kPanel, sums[r][i]);
+}
+
+template <int kRows>
+void multiply_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
+                   float* results, const char* ahead = nullptr, int64_t lines = 0) {
+    multiply_segments<kRows, 2>(inputs, stride, panels, num_inputs, results, kWide, 1, ahead, lines);
 }
 #else
 template <int kRows>
@@ -149,16 +156,16 @@ public:
     // `ahead`: what will be wanted next, as large as the two panels; may be null.
     void operator()(const T* inputs, int64_t stride, int64_t num_rows, const T* const* panels, int64_t num_inputs,
                     float* results, const void* = nullptr) {
-        in_passes(num_rows, [&](int64_t row, int64_t count, int64_t) {
+        in_passes<kMaxRows>(num_rows, [&](int64_t row, int64_t count, int64_t) {
             multiply_rest<kMaxRows>(inputs + row * stride, stride, count, panels, num_inputs, results + row * kWide);
         });
     }
 
 protected:
-    // Calls pass(row, count, number of passes) for parts of nearly the same size, which the registers hold.
-    template <typename Pass>
+    // Calls pass(row, count, number of passes) for parts of nearly the same size, of kMost rows at most.
+    template <int kMost, typename Pass>
     static void in_passes(int64_t num_rows, Pass pass) {
-        const int64_t num_passes = (num_rows + kMaxRows - 1) / kMaxRows;
+        const int64_t num_passes = (num_rows + kMost - 1) / kMost;
         for (int64_t row = 0, left = num_passes; left; --left) {
             const int64_t count = (num_rows - row + left - 1) / left;
             pass(row, count, num_passes);
@@ -276,21 +283,30 @@ public:
     void operator()(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
                     int64_t num_inputs, float* results, const void* ahead = nullptr) {
         const char* next = static_cast<const char*>(ahead);
-        in_passes(num_rows, [&](int64_t row, int64_t count, int64_t num_passes) {
+        in_passes<kMaxRows>(num_rows, [&](int64_t row, int64_t count, int64_t num_passes) {
             const int64_t lines = next ? kStretch * kPanel * 2 * 2 / 64 / num_passes : 0;
             multiply_rest<kMaxRows>(inputs + row * stride, stride, count, panels, num_inputs, results + row * kWide,
-                                    int64_t(1), next, lines);
+                                    next, lines);
             next += num_inputs / kStretch * lines * 64;
         });
     }
 
-    // The same for panels in segments of num_inputs.
+    // The same for kPanels panels in segments of num_inputs; see multiply_segments.
+    template <int kPanels>
     void segments(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
-                  int64_t num_inputs, int64_t num_segments, float* results) {
-        in_passes(num_rows, [&](int64_t row, int64_t count, int64_t) {
-            multiply_rest<kMaxRows>(inputs + row * stride, stride, count, panels, num_inputs, results + row * kWide,
-                                    num_segments, static_cast<const char*>(nullptr), int64_t(0));
+                  int64_t num_inputs, int64_t num_segments, float* results, int64_t results_stride) {
+        constexpr int kMost = 2 * kMaxRows / kPanels;
+        in_passes<kMost>(num_rows, [&](int64_t row, int64_t count, int64_t) {
+            segments_rest<kMost, kPanels>(count, inputs + row * stride, stride, panels, num_inputs,
+                                          results + row * results_stride, results_stride, num_segments);
         });
+    }
+
+private:
+    template <int kRows, int kPanels, typename... More>
+    static void segments_rest(int64_t num_rows, More... more) {
+        if (num_rows == kRows) return multiply_segments<kRows, kPanels>(more..., nullptr, 0);
+        if constexpr (kRows > 1) segments_rest<kRows - 1, kPanels>(num_rows, more...);
     }
 };
 #endif

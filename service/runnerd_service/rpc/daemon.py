@@ -14,6 +14,7 @@ from runnerd_service.config import ServerConfig
 from runnerd_service.errors import EngineFailed
 from runnerd_service.frontend.frontend import Frontend
 from runnerd_service.frontend.loading import check_configuration
+from runnerd_service.rpc.garbage import collect_seldom
 from runnerd_service.rpc.server import RpcServer
 from runnerd_service.rpc.web import web_server
 from runnerd_service.telemetry.tracing import open_tracer
@@ -99,6 +100,7 @@ async def _load_and_serve(
     if not await _unless(signals.first, frontend.start(hooks.on_progress)):
         logger.info("stopped while the model was loading")
         return True
+    collect_seldom()
     if frontend.state == "draining":
         logger.warning("the model is loaded, and nothing is served: the server was drained meanwhile")
     else:

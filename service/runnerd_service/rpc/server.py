@@ -26,6 +26,7 @@ from runnerd_service.rpc.channelz import add_channelz
 from runnerd_service.rpc.interceptor import HandlerInterceptor
 from runnerd_service.rpc.servicers import InferenceServicer, ModelServicer, ServerServicer
 from runnerd_service.rpc.tls import server_credentials
+from runnerd_service.rpc.wakeups import few_wakeups
 from runnerd_service.security.exposure import check_tenants, exposure_warnings
 from runnerd_service.telemetry.tracing import NoTracer, RequestTracer
 
@@ -81,13 +82,12 @@ class RpcServer:
         check_tenants(config)
         self._config = config
         self._frontend = frontend
-        self._server = grpc.aio.server(
-            interceptors=[
-                AccessInterceptor(Access(config.security)),
-                HandlerInterceptor(config.max_message_bytes, config.stall_timeout_seconds),
-            ],
-            options=server_options(config),
-        )
+        interceptors = [
+            AccessInterceptor(Access(config.security)),
+            HandlerInterceptor(config.max_message_bytes, config.stall_timeout_seconds),
+        ]
+        with few_wakeups():
+            self._server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._credentials = server_credentials(config.security)
         self._health = health.HealthServicer(SERVICE_NAMES)
         self._port = config.port
