@@ -11,6 +11,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from runnerd_spi import InvalidOption, ModelLoadError, RunnerConfig, RunnerUnavailable
 from runnerd_torch.attention import AttentionMetadata
@@ -19,6 +20,7 @@ from runnerd_torch.decoder import DecoderBuilder, DecoderLibrary, NativeDecoder
 from runnerd_torch.decoder.library import PHASES
 from runnerd_torch.decoder.model import reason_against
 from runnerd_torch.decoder.packing import pack, taking_turns
+from runnerd_torch.decoder.rotations import Rotations
 from runnerd_torch.models import ATTENTION_NAME, KVCache, StepAttention, TransformersModel, register_attention
 from runnerd_torch.plugin import CPU
 
@@ -303,3 +305,24 @@ def test_processors_that_can_less_compute_the_same(monkeypatch, left_out):
     test_int8_gives_the_logits_of_its_own_rounded_weights(library, "qwen2")
     for dtype, quantization in ((torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8")):
         test_a_token_has_the_same_bits_in_every_batch_and_chunk(library, dtype, quantization, "mistral", 16, 2)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+    ],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_positions_are_turned_as_the_model_turns_them(scaling):
+    config = transformers.LlamaConfig(**SIZES, rope_parameters={"rope_theta": 10000.0, **scaling})
+    theirs, rotations = LlamaRotaryEmbedding(config), Rotations(LlamaRotaryEmbedding(config))
+    for positions in ([0, 1, 2], [5], [40, 7, 100], [3, 127]):
+        end = max(positions) + 1
+        for expected, got in zip(
+            theirs(torch.empty(0), torch.tensor([positions])), rotations.at(torch.tensor(positions), end), strict=True
+        ):
+            assert torch.equal(got, expected[0])

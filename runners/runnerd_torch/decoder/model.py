@@ -25,7 +25,8 @@ from runnerd_torch.decoder.packing import (
     pack,
     taking_turns,
 )
-from runnerd_torch.models import LayerSpec, StepAttention, TransformersModel
+from runnerd_torch.decoder.rotations import Rotations
+from runnerd_torch.models import KVCache, LayerSpec, StepAttention, TransformersModel
 from runnerd_torch.native.huge_pages import Arena
 
 
@@ -53,7 +54,7 @@ class NativeDecoder:
         self._kept: list[torch.Tensor | PackedWeight] = []
         self._arena = Arena()
         decoder: Any = network.model
-        self._rotary = decoder.rotary_emb
+        self._rotations = Rotations(decoder.rotary_emb)
         layers = [
             self._take_layer(layer, spec, quantization)
             for layer, spec in zip(decoder.layers, probed.layers, strict=True)
@@ -79,6 +80,9 @@ class NativeDecoder:
             eps=decoder.norm.variance_epsilon,
             scale=probed.layers[0].scale,
         )
+        self._caches: tuple[KVCache, ...] = ()
+        self._key_caches: Any = None
+        self._value_caches: Any = None
         # Only the device's stream runs steps, one after the other: what a step leaves here is read within it.
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._logits = torch.empty(0)
@@ -115,10 +119,12 @@ class NativeDecoder:
         """
         metadata, caches = attention.metadata, attention.caches
         num_tokens, num_logits = len(input_ids), len(logits_index)
-        # In float32, as the numbers they turn are.
-        cos, sin = self._rotary(self._logits, position_ids=positions.unsqueeze(0))
-        cos, sin, block_tables = cos[0].contiguous(), sin[0].contiguous(), metadata.block_tables.contiguous()
-        pointers = ctypes.c_void_p * len(caches)
+        cos, sin = self._rotations.at(positions, metadata.max_seq_len)
+        block_tables = metadata.block_tables.contiguous()
+        if caches is not self._caches:
+            self._caches, pointers = caches, ctypes.c_void_p * len(caches)
+            self._key_caches = pointers(*(cache.keys.data_ptr() for cache in caches))
+            self._value_caches = pointers(*(cache.values.data_ptr() for cache in caches))
         num_blocks, block_size = caches[0].keys.shape[:2]
         self._grow(num_tokens, num_logits)
         step = StepFields(
@@ -130,8 +136,8 @@ class NativeDecoder:
             query_start_loc=metadata.query_start_loc.data_ptr(),
             seq_lens=metadata.seq_lens.data_ptr(),
             block_tables=block_tables.data_ptr(),
-            key_caches=pointers(*(cache.keys.data_ptr() for cache in caches)),
-            value_caches=pointers(*(cache.values.data_ptr() for cache in caches)),
+            key_caches=self._key_caches,
+            value_caches=self._value_caches,
             workspace=self._workspace.data_ptr(),
             logits=self._logits.data_ptr(),
             phase_ns=None if self.phase_ns is None else self.phase_ns.data_ptr(),

@@ -21,6 +21,8 @@ from runnerd_torch.sampling.slots import SlotTable
 
 _CHUNK = 256
 """Logits whose maximum is found at once."""
+_MANY_ROWS = 4
+"""From here on ``argmax`` is slow."""
 
 STATUS_OK = 0
 STATUS_NO_TOKEN = 1
@@ -149,7 +151,7 @@ def _greedy(logits: torch.Tensor) -> torch.Tensor:
 def _first_highest(logits: torch.Tensor) -> torch.Tensor:
     """Give what ``argmax`` over each row gives. On the CPU that is slow: its search for a maximum alone is not."""
     num_chunks = logits.shape[1] // _CHUNK
-    if logits.device.type != "cpu" or num_chunks < 2:
+    if logits.device.type != "cpu" or num_chunks < 2 or len(logits) < _MANY_ROWS:
         return logits.argmax(dim=1)
     begin_of_rest = num_chunks * _CHUNK
     highest = logits[:, :begin_of_rest].view(-1, num_chunks, _CHUNK).amax(2)
