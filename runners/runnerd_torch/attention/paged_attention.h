@@ -503,28 +503,44 @@ inline void transpose(const uint32_t* const* rows, int64_t offset, uint32_t* to,
     }
 }
 
+// 2^x for x <= 0, to 14 bits: the weight it becomes has 8.
+inline __m512 rough_power_of_two(__m512 x) {
+    const __m512 n = _mm512_roundscale_ps(x, 8);  // to whole numbers
+    const __m512 r = _mm512_sub_ps(x, n);
+    __m512 power = _mm512_set1_ps(9.6181291e-3f);
+    for (float next : {5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+        power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(next));
+    return _mm512_scalef_ps(power, n);
+}
+
+// tanh(score * scale / softcap) * softcap.
+inline __m512 cap(__m512 score, float scale, float softcap) {
+    const __m512 x = _mm512_mul_ps(score, _mm512_set1_ps(2.0f * scale / softcap));
+    const __m512 e = exp_of_negative(_mm512_or_ps(x, _mm512_set1_ps(-0.0f)));
+    const __m512 one = _mm512_set1_ps(1.0f);
+    const __m512 t = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
+    return _mm512_mul_ps(_mm512_or_ps(t, _mm512_and_ps(x, _mm512_set1_ps(-0.0f))), _mm512_set1_ps(softcap));
+}
+
 // Weights of one query row relative to the tile's maximum. Scores lie in two parts of 32 keys each.
 inline void softmax_of_row(const float* const* scores, float scale, float softcap, int begin, int end, BFloat16* weights,
                            float* max, float* sum) {
     const __m512 lowest = _mm512_set1_ps(kNegativeInfinity);
+    const uint64_t visible = (end >= kTile ? ~uint64_t(0) : (uint64_t(1) << end) - 1) & (begin >= kTile ? 0 : ~uint64_t(0) << begin);
     __m512 s[4];
     for (int i = 0; i < 4; ++i) {
-        s[i] = _mm512_mul_ps(_mm512_loadu_ps(scores[i / 2] + i % 2 * 16), _mm512_set1_ps(scale));
-        if (softcap > 0) {
-            const __m512 x = _mm512_mul_ps(s[i], _mm512_set1_ps(2.0f / softcap));
-            const __m512 e = exp_of_negative(_mm512_or_ps(x, _mm512_set1_ps(-0.0f)));
-            const __m512 one = _mm512_set1_ps(1.0f);
-            const __m512 t = _mm512_div_ps(_mm512_sub_ps(one, e), _mm512_add_ps(one, e));
-            const __m512 sign = _mm512_and_ps(x, _mm512_set1_ps(-0.0f));
-            s[i] = _mm512_mul_ps(_mm512_or_ps(t, sign), _mm512_set1_ps(softcap));
-        }
-        const int first = std::clamp(begin - i * 16, 0, 16), last = std::clamp(end - i * 16, 0, 16);
-        const __mmask16 visible = __mmask16((1u << last) - 1) & __mmask16(~((1u << first) - 1));
-        s[i] = _mm512_mask_mov_ps(lowest, visible, s[i]);
+        s[i] = _mm512_loadu_ps(scores[i / 2] + i % 2 * 16);
+        if (softcap > 0) s[i] = cap(s[i], scale, softcap);
+        s[i] = _mm512_mask_mov_ps(lowest, __mmask16(visible >> (16 * i)), s[i]);
     }
-    *max = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3])));
-    const __m512 shift = _mm512_set1_ps(*max == kNegativeInfinity ? 0.0f : *max);
-    for (int i = 0; i < 4; ++i) s[i] = exp_of_negative(_mm512_sub_ps(s[i], shift));
+    if (softcap > 0) scale = 1.0f;
+    const float highest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3])));
+    constexpr float kLog2E = 1.44269504f;
+    const __m512 factor = _mm512_set1_ps(scale * kLog2E), shift = _mm512_set1_ps(highest * (scale * kLog2E));
+    for (int i = 0; i < 4; ++i)
+        s[i] = _mm512_maskz_mov_ps(__mmask16(visible >> (16 * i)),
+                                   rough_power_of_two(_mm512_fmsub_ps(s[i], factor, shift)));
+    *max = highest * scale;
     *sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3])));
     _mm512_storeu_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(s[1], s[0]));
     _mm512_storeu_si512(weights + 32, (__m512i)_mm512_cvtne2ps_pbh(s[3], s[2]));

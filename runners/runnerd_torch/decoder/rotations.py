@@ -1,4 +1,4 @@
-"""By what queries and keys are turned at each position: computed by the model's own module, once where it allows that."""
+"""By what queries and keys are turned at each position: computed by the model's own module, once where it allows it."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import logging
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,8 @@ from runnerd_service.engine.messages import FromEngine, ToEngine
 
 logger = logging.getLogger(__name__)
 
-_MESSAGES_AT_ONCE = 32
+_SECONDS_AT_ONCE = 0.002
+"""After which others have their turn in the loop: a step of a thousand requests takes as long to hand out."""
 
 
 class FrontChannel:
@@ -66,7 +68,8 @@ class FrontChannel:
     def drain(self) -> None:
         """Hand out the messages that are there; when there are many, the rest in the loop's next turn."""
         self._drain_scheduled = False
-        for _ in range(_MESSAGES_AT_ONCE):
+        end = time.monotonic() + _SECONDS_AT_ONCE
+        while True:
             if self._closed:
                 return
             try:
@@ -74,7 +77,9 @@ class FrontChannel:
             except zmq.Again:
                 return
             self._on_message(self._decoder.decode(data))
-        self._schedule_drain()
+            if time.monotonic() > end:
+                self._schedule_drain()
+                return
 
     def close(self) -> None:
         """Close the socket, drop what is queued, remove the directory. Harmless when closed."""
