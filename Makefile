@@ -55,11 +55,11 @@ test-ascend-slow: $(ASCEND_VENV)/.ready ## check the Ascend runner with the conf
 
 test-go: $(VENV)/.dev ## test the Go client, with Debian's packages
 	tools/install_client_toolchains.sh
-	$(BIN)/python -m pytest tests/clients/test_go_stubs.py tests/clients/test_native_contract.py -k go
+	$(BIN)/python -m pytest tests/clients/test_go_stubs.py tests/clients/test_native_contract.py tests/clients/test_readmes.py -k go
 
 test-java: $(VENV)/.dev ## test the Java client, with Debian's packages
 	tools/install_client_toolchains.sh
-	$(BIN)/python -m pytest tests/clients/test_native_contract.py -k java
+	$(BIN)/python -m pytest tests/clients/test_native_contract.py tests/clients/test_readmes.py -k java
 
 # The lock file says which packages, with their sums.
 clients/node/node_modules/.ready: clients/node/package-lock.json
@@ -71,7 +71,7 @@ node-packages: ## install what the Node client needs, where there is npm
 	else echo "no node and npm here: the Node client is not tested (Debian: apt-get install nodejs npm)"; fi
 
 test-node: $(VENV)/.dev node-packages ## test the Node client, with packages from npm
-	$(BIN)/python -m pytest tests/clients/test_native_contract.py -k node
+	$(BIN)/python -m pytest tests/clients/test_native_contract.py tests/clients/test_readmes.py -k node
 
 lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
 	$(BIN)/ruff check .
