@@ -31,7 +31,8 @@ LONG = {"max_tokens": 5000, "ignore_eos": True}
 def slow_to_prepare(text: str):
     """Give a prompt whose template takes a good part of a second, in a process of its own."""
     prompt = chat({"role": "user", "content": text})
-    prompt.chat_template = "{% for i in range(50000) %}{{ '' }}{% endfor %}{{ messages[0].content }}"
+    inner = "{% for i in range(50000) %}{% if (i ~ j) == 'x' %}y{% endif %}{% endfor %}"
+    prompt.chat_template = f"{{% for j in range(20) %}}{inner}{{% endfor %}}{{{{ messages[0].content }}}}"
     return prompt
 
 

@@ -56,7 +56,9 @@ def slow_to_prepare(text: str) -> GenerateRequest:
     """A request whose template takes a good part of a second, in a process of its own."""
     request = request_of("")
     request.chat.CopyFrom(chat({"role": "user", "content": text}))
-    loops = "{% for j in range(4) %}{% for i in range(50000) %}{{ '' }}{% endfor %}{% endfor %}"
+    loops = (
+        "{% for j in range(20) %}{% for i in range(50000) %}{% if (i ~ j) == 'x' %}y{% endif %}{% endfor %}{% endfor %}"
+    )
     request.chat.chat_template = loops + "{{ messages[0].content }}"
     return request
 
@@ -70,7 +72,7 @@ def gives_tokens(before: Any, now: Any) -> bool:
 
 
 PHASES = {
-    "before it is added": Phase({}, {}, 0.15, slow_to_prepare, lambda before, now: True, is_computed=False),
+    "before it is added": Phase({}, {}, 0.1, slow_to_prepare, lambda before, now: True, is_computed=False),
     "waiting": Phase(
         {"step_seconds": "0.01"},
         {"max_num_seqs": 1},
