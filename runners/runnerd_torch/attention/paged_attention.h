@@ -434,6 +434,29 @@ inline void find_pages(const Attention& attention, const Unit& unit, int64_t til
     }
 }
 
+// Reads memory from front to back, so that the processor sees a stream and fetches ahead of it. The loops that need it
+// jump; asked for by prefetches, it came no sooner than they did.
+inline void touch(const void* from, int64_t num_bytes) {
+    uint64_t sum = 0;
+    for (int64_t offset = 0; offset < num_bytes; offset += 64) {
+        uint64_t word;
+        std::memcpy(&word, static_cast<const char*>(from) + offset, sizeof word);
+        sum += word;
+    }
+    __asm__ volatile("" : : "r"(sum));
+}
+
+// Brings a tile's pages near, for the heads of a unit.
+inline void touch_pages(const ForwardArgs& a, const Unit& unit, const int64_t* pages) {
+    const int64_t page_bytes = a.head_dim * kPanel * 2;
+    for (const void* cache : {a.key_cache, a.value_cache})
+        for (int i = 0; i < kPages; ++i) {
+            if (i && pages[i] == pages[i - 1]) continue;
+            const int64_t offset = (pages[i] * a.num_kv_heads + unit.first_head) * page_bytes;
+            touch(static_cast<const char*>(cache) + offset, unit.num_heads * page_bytes);
+        }
+}
+
 // Asks for all heads of a tile in the order of memory; the loops over one head jump from token to token.
 template <typename T>
 void prefetch_tile(const ForwardArgs& a, const Scratch& s, int num_keys) {
@@ -793,6 +816,7 @@ void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state)
         const int num_keys = attention.a.packed ? kTile : find_slots(attention, unit, tile, s);
         if (attention.a.packed) {
             find_pages(attention, unit, tile, s.pages);
+            if (unit.num_queries == 1) touch_pages(attention.a, unit, s.pages);
         } else if (unit.num_heads > 1) {
             prefetch_tile<T>(attention.a, s, num_keys);
         }

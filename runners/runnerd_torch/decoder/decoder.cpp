@@ -270,6 +270,12 @@ private:
             for (int64_t token = first; token < last; ++token) {
                 const float* from = w.qkv + token * num_heads * m.head_dim;
                 const int64_t slot = s.slot_mapping[token];
+                if (is_packed && (token == first || slot / kPanel != s.slot_mapping[token - 1] / kPanel)) {
+                    // All of a page is written to or read soon; written to first, it would come line by line.
+                    const int64_t page = slot / kPanel * kPanel * kv_size, page_bytes = kPanel * kv_size * sizeof(T);
+                    touch(keys + page, page_bytes);
+                    touch(values + page, page_bytes);
+                }
                 for (int64_t head = 0; head < m.num_heads; ++head)
                     rotate_head(from + head * m.head_dim, layer.query_norm, token,
                                 w.query + (token * m.num_heads + head) * m.head_dim);

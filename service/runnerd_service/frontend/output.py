@@ -45,6 +45,8 @@ class OutputBuffer:
         self._request = request
         self._tokenizer = tokenizer
         self._wants_text, self._wants_tokens = request.wants_text, request.wants_tokens
+        self._is_plain = request.wants_text and not request.wants_tokens and request.stops is None
+        """Whether tokens need nothing but to be decoded."""
         self._cumulative = request.cumulative
         self._decodes = request.wants_text or request.wants_tokens or request.stops is not None
         self._detokenizer = tokenizer.stream(
@@ -58,19 +60,22 @@ class OutputBuffer:
         self._num_released = 0
         self._num_tokens = 0
         self._num_cached = 0
-        self._finish: Finish | None = None
+        self.finish: Finish | None = None
+        """How it ended; nothing is pushed after that."""
         self.has_news = False
         """Whether there is something to take."""
         self._taken_texts: list[str] = []
         self._taken_tokens: list[TokenRecord] = []
 
-    @property
-    def ended(self) -> bool:
-        """Whether there is a finish; nothing is pushed after it."""
-        return self._finish is not None
-
     def push(self, output: RequestOutput) -> bool:
         """Take what a step gave; give whether a stop string ended the output, so that the engine can be told."""
+        if self._is_plain and self._num_tokens and output.finish is None:  # nearly all of what nearly all steps give
+            self._num_tokens += len(output.token_ids)
+            for text in self._detokenizer.push(output.token_ids):
+                if text:
+                    self._texts.append(text)
+                    self.has_news = True
+            return False
         if not self._num_tokens:  # later figures are those of another engine, which goes on with what came so far
             self._num_cached = max(self._num_cached, output.num_cached_tokens)
         token_ids = output.token_ids
@@ -108,7 +113,7 @@ class OutputBuffer:
             self._taken_texts.append(text)
             self._taken_tokens.extend(tokens)
             text, tokens = "".join(self._taken_texts), tuple(self._taken_tokens)
-        return OutputChunk(self._index, text, tokens, self._finish)
+        return OutputChunk(self._index, text, tokens, self.finish)
 
     def _decode(self, output: RequestOutput) -> list[str]:
         """Give each token's text. The token that ended the output has none, unless it was asked for."""
@@ -207,7 +212,7 @@ class OutputBuffer:
         stop_string: str | None = None,
     ) -> None:
         self.has_news = True
-        self._finish = Finish(
+        self.finish = Finish(
             reason,
             prompt_tokens=len(self._request.prompt_token_ids),
             completion_tokens=self._num_tokens,

@@ -62,7 +62,7 @@ class RequestStream:
     def receive(self, index: int, output: RequestOutput) -> None:
         """Take what a step gave output ``index``; failures come by :meth:`fail`."""
         buffer = self._outputs[index]
-        if self._error is not None or buffer.ended:
+        if self._error is not None or buffer.finish is not None:
             return
         if output.prompt_logprobs:
             self._prompt_logprobs = output.prompt_logprobs
@@ -70,7 +70,7 @@ class RequestStream:
         if buffer.push(output):
             self._end_early(index)
         if buffer.has_news or self._owes_prompt:
-            self._note(index)
+            self._note(index, buffer)
 
     def end_by_time(self) -> None:
         """End the outputs that are still open: the request's time is over."""
@@ -78,10 +78,10 @@ class RequestStream:
             return
         self._awaits_prompt = False
         for index, buffer in enumerate(self._outputs):
-            if not buffer.ended:
+            if buffer.finish is None:
                 self._end_early(index)
                 buffer.end_by_time()
-                self._note(index)
+                self._note(index, buffer)
 
     def fail(self, error: RunnerdError) -> bool:
         """Let the reader get ``error`` after what there is; give whether the request had neither ended nor failed."""
@@ -118,11 +118,12 @@ class RequestStream:
             await waiter
             may_go_on = True
 
-    def _note(self, index: int) -> None:
-        if self._outputs[index].ended:
+    def _note(self, index: int, buffer: OutputBuffer) -> None:
+        if buffer.finish is not None:
             self._num_open -= 1
         self._changed[index] = None
-        self._call_up()
+        if self._waiter is not None:
+            self._call_up()
 
     def _call_up(self) -> None:
         waiter = self._waiter
