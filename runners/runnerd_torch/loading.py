@@ -38,6 +38,7 @@ from runnerd_torch.limits import (
 from runnerd_torch.linear import LinearFactory
 from runnerd_torch.memory import ModelShape
 from runnerd_torch.models import ATTENTION_NAME, PagedModel, TransformersModel, register_attention
+from runnerd_torch.sampling import FirstHighest
 
 ModelImpl = Literal["auto", "transformers", "fused", "native"]
 
@@ -52,6 +53,8 @@ class LoadedModel:
     model: PagedModel
     info: ModelInfo
     shape: ModelShape
+    first_highest: FirstHighest | None = None
+    """The model's own search for the highest logits; None: PyTorch's."""
 
 
 def load_model(
@@ -118,7 +121,7 @@ def load_model(
         weights_bytes=weights_bytes,
         max_model_len=max_model_len,
     )
-    return LoadedModel(paged, info, shape)
+    return LoadedModel(paged, info, shape, paged.first_highest if isinstance(paged, NativeDecoder) else None)
 
 
 def _build_model(

@@ -220,6 +220,23 @@ def test_gates_and_ups_take_turns_by_panels():
     assert torch.equal(joined[32:48], gate[16:])
 
 
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    size=st.integers(1, 300),
+    num_rows=st.sampled_from([1, 5, 4000]),
+    highest=st.integers(1, 40),
+    odd=st.sampled_from([None, -torch.inf, torch.inf, torch.nan]),
+    seed=st.integers(0, 99),
+)
+def test_the_first_highest_is_that_of_argmax(size, num_rows, highest, odd, seed):
+    numbers = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-highest, highest + 1, (num_rows, size), generator=numbers).float()
+    if odd is not None:
+        logits[torch.rand(logits.shape, generator=numbers) < (0.99 if odd == -torch.inf else 0.01)] = odd
+    # For lack of a fixture within hypothesis: the library comes from the cache.
+    assert torch.equal(DecoderLibrary().first_highest(logits), logits.argmax(1))
+
+
 def test_phases_of_a_step_are_measured_when_asked_for(library):
     decoder = native(library, make_network("llama"))
     decoder.phase_ns = torch.zeros(len(PHASES), dtype=torch.int64)

@@ -176,19 +176,6 @@ def test_among_equal_logits_the_lowest_token_id_is_the_greedy_choice(params: Sam
         assert choose(params, logits.tolist()).token_id == size // 2
 
 
-@settings(derandomize=True, deadline=None, max_examples=60)
-@given(st.integers(500, 1100), st.integers(1, 40), st.booleans(), st.integers(0, 99))
-def test_the_greedy_choice_is_the_first_highest_of_any_width(width: int, highest: int, holes: bool, seed: int) -> None:
-    numbers = torch.Generator().manual_seed(seed)
-    logits = torch.randint(-highest, highest + 1, (5, width), generator=numbers).float()
-    if holes:
-        logits[torch.rand(logits.shape, generator=numbers) < 0.99] = -torch.inf
-        logits[:, int(torch.randint(width, (), generator=numbers))] = 0
-    sampler = sampler_of([SamplingParams(temperature=0)] * 5, width)
-    batch = sampler.plan([SampleRow(slot, 0, 0) for slot in range(5)])
-    assert sampler.sample(logits, batch, token_table(5)).token_ids.tolist() == logits.argmax(1).tolist()
-
-
 def test_plus_and_minus_zero_are_equal_logits() -> None:
     assert most_likely_ids(torch.tensor([[-1.0, -0.0, 0.0, -0.0, 1.0]]), 4).tolist() == [[4, 1, 2, 3]]
 

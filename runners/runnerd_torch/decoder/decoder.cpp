@@ -51,6 +51,7 @@ namespace {
 enum Phase { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kHead, kNumPhases };
 
 constexpr int64_t kRowsPerItem = 4;             // of what is done token by token
+constexpr int64_t kComparisonsPerThread = 1 << 19;  // about 50 us; less is done sooner than another thread wakes up
 constexpr int64_t kNumbersPerThread = 1 << 13;  // about 1 us; less is done sooner than another thread takes part
 
 // Hands out parts of a piece of memory; without memory it only counts.
@@ -364,7 +365,45 @@ private:
     const Workspace<T> w;
 };
 
+// Gives the place of the first NaN, else of the first of the highest numbers.
+inline int64_t first_highest(const float* numbers, int64_t size) {
+    constexpr int kWays = 64;
+    float highest[kWays];
+    int32_t odd[kWays] = {};
+    std::fill_n(highest, kWays, kNegativeInfinity);
+    int64_t i = 0;
+    for (; i + kWays <= size; i += kWays)
+        for (int way = 0; way < kWays; ++way) {
+            const float x = numbers[i + way];
+            highest[way] = x > highest[way] ? x : highest[way];
+            odd[way] |= x != x;
+        }
+    for (int way = 0; i < size; ++i, ++way) {
+        highest[way] = numbers[i] > highest[way] ? numbers[i] : highest[way];
+        odd[way] |= numbers[i] != numbers[i];
+    }
+    const float wanted = *std::max_element(highest, highest + kWays);
+    if (std::any_of(odd, odd + kWays, [](int32_t one) { return one != 0; }))
+        return std::find_if(numbers, numbers + size, [](float x) { return x != x; }) - numbers;
+    for (i = 0; i + kWays <= size; i += kWays) {
+        int32_t found = 0;
+        for (int way = 0; way < kWays; ++way) found |= numbers[i + way] == wanted;
+        if (found) break;
+    }
+    return std::find(numbers + i, numbers + size, wanted) - numbers;
+}
+
 }  // namespace
+
+// Gives the first highest of each row of numbers[num_rows][size], NaN being higher than all.
+extern "C" int runnerd_decoder_first_highest(const float* numbers, int64_t num_rows, int64_t size, int64_t* places,
+                                             int64_t num_threads, ParallelRegion parallel_region) {
+    const int64_t threads = std::min(num_threads, 1 + num_rows * size / kComparisonsPerThread);
+    const bool done = Team{parallel_region, threads}.run(
+        threads, num_rows, [] { return 0; },
+        [&](int, int64_t row) { places[row] = first_highest(numbers + row * size, size); });
+    return done ? kOk : kNoMemory;
+}
 
 // Gives 0 if this process may use what the library was compiled for; call it first.
 extern "C" int runnerd_decoder_prepare() { return request_tiles() ? 0 : 1; }

@@ -19,10 +19,8 @@ from runnerd_torch.sampling.planner import plan_batch
 from runnerd_torch.sampling.processors import process_logits
 from runnerd_torch.sampling.slots import SlotTable
 
-_CHUNK = 256
-"""Logits whose maximum is found at once."""
-_MANY_ROWS = 4
-"""From here on ``argmax`` is slow."""
+FirstHighest = Callable[[torch.Tensor], torch.Tensor]
+"""Gives the place of the first of the highest of each row, NaN being higher than all: [n, size] to [n] int64."""
 
 STATUS_OK = 0
 STATUS_NO_TOKEN = 1
@@ -58,15 +56,22 @@ class Sampler:
         max_model_len: Width of the token table.
         vocab_size: Width of the logits.
         truncate: The chip's own top-k and top-p, for the rows it takes; None: all rows are truncated exactly.
+        first_highest: The runner's own search for the highest logits; None: PyTorch's.
     """
 
     def __init__(
-        self, max_num_seqs: int, max_model_len: int, vocab_size: int, truncate: Truncate | None = None
+        self,
+        max_num_seqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        truncate: Truncate | None = None,
+        first_highest: FirstHighest | None = None,
     ) -> None:
         self._table_shape = (max_num_seqs, max_model_len)
         self._vocab_size = vocab_size
         self._slots = SlotTable(max_num_seqs, vocab_size)
         self._truncate = truncate
+        self._first_highest = first_highest or _argmax
 
     def check(self, admit: Admit) -> None:
         """Refuse what :meth:`admit` would refuse; changes nothing.
@@ -111,10 +116,10 @@ class Sampler:
         raw = logits
         processed = logits.to(torch.float32, copy=batch.changes_logits, memory_format=torch.contiguous_format)
         if batch.buffer is None:
-            return SampledTensors(_greedy(processed), None)
+            return SampledTensors(_greedy(processed, self._first_highest), None)
         buffer = batch.buffer
         process_logits(processed, batch, buffer, token_table)
-        choices = _greedy(processed)
+        choices = _greedy(processed, self._first_highest)
         highest = processed.gather(1, choices[0][:, None])
         for draws in (batch.id_order_draws, batch.top_k_draws, batch.sorted_draws):
             if draws is not None:
@@ -138,28 +143,18 @@ class Sampler:
             raise ValueError(f"token_table has shape {tuple(token_table.shape)}, expected {self._table_shape}")
 
 
-def _greedy(logits: torch.Tensor) -> torch.Tensor:
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(dim=1)
+
+
+def _greedy(logits: torch.Tensor, first_highest: FirstHighest) -> torch.Tensor:
     """Give [2, num_rows]: the first highest logit of each row, and whether the row can be sampled at all."""
-    token_ids = _first_highest(logits)
-    # argmax takes a NaN for the highest, so the highest value tells of the whole row.
+    token_ids = first_highest(logits)
+    # It takes a NaN for the highest, so the highest value tells of the whole row.
     highest = logits.gather(1, token_ids[:, None]).squeeze(1)
     no_token = (highest == -torch.inf).to(torch.int64) * STATUS_NO_TOKEN
     not_finite = (~(highest < torch.inf)).to(torch.int64) * STATUS_NOT_FINITE
     return torch.stack((token_ids, no_token + not_finite))
-
-
-def _first_highest(logits: torch.Tensor) -> torch.Tensor:
-    """Give what ``argmax`` over each row gives. On the CPU that is slow: its search for a maximum alone is not."""
-    num_chunks = logits.shape[1] // _CHUNK
-    if logits.device.type != "cpu" or num_chunks < 2 or len(logits) < _MANY_ROWS:
-        return logits.argmax(dim=1)
-    begin_of_rest = num_chunks * _CHUNK
-    highest = logits[:, :begin_of_rest].view(-1, num_chunks, _CHUNK).amax(2)
-    place = torch.cat((highest, logits[:, begin_of_rest:]), 1).argmax(1)
-    begin = torch.where(place < num_chunks, place * _CHUNK, place - num_chunks + begin_of_rest)
-    # Where it is one of the rest, it is the first of what is looked at, so that none behind it counts.
-    window = (begin[:, None] + torch.arange(_CHUNK)).clamp_(max=logits.shape[1] - 1)
-    return begin + logits.gather(1, window).argmax(1)
 
 
 def _draw_rows(
