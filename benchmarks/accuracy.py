@@ -116,6 +116,9 @@ def compare(answers: Answers, reference: Answers) -> dict[str, Any]:
     }
 
 
+DEFAULT_VARIANTS = ("bfloat16=--dtype bfloat16", "int8=--dtype bfloat16 --runner-option quantization=int8")
+
+
 def variant(given: str) -> tuple[str, list[str]]:
     """Read ``NAME=ARGUMENTS``.
 
@@ -170,7 +173,7 @@ def main() -> None:
     arguments = parse()
     before = machine()
     common = [*([arguments.model] if arguments.model else []), "--no-prefix-caching", *arguments.serve_argument]
-    variants = {REFERENCE: ["--dtype", "float32"], **dict(arguments.variant or [variant("bfloat16=--dtype bfloat16")])}
+    variants = {REFERENCE: ["--dtype", "float32"], **dict(arguments.variant or map(variant, DEFAULT_VARIANTS))}
     answers: dict[str, Answers] = {}
     for name, serve in variants.items():
         with daemon(*common, *serve) as server:
