@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -169,6 +170,11 @@ def test_trace_writes_the_steps_of_a_busy_server(address, capsys, tmp_path) -> N
 
 def test_trace_of_an_idle_server_says_that_no_step_ran(address, capsys) -> None:
     with Client(address) as client:
+        before = client.load()
+        # what others have left is ended, with the steps that were under way
+        while (load := client.load()).num_running or load.num_steps != before.num_steps:
+            before = load
+            time.sleep(0.1)
         recorded = client.capture_trace(0.05)
     assert (recorded.num_steps, recorded.num_dropped_steps) == (0, 0)
     assert json.loads(recorded.trace_json)["traceEvents"]
