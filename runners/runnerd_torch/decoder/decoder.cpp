@@ -109,7 +109,12 @@ inline float sum_of_squares(const float* x, int64_t size) {
 template <typename T>
 inline void normalize(const float* from, const float* weight, float eps, int64_t size, T* to) {
     const float factor = 1.0f / std::sqrt(sum_of_squares(from, size) / float(size) + eps);
-    for (int64_t i = 0; i < size; ++i) from_float(from[i] * factor * weight[i], to + i);
+    float part[64];
+    for (int64_t begin = 0; begin < size; begin += 64) {
+        const int64_t count = std::min<int64_t>(64, size - begin);
+        for (int64_t i = 0; i < count; ++i) part[i] = from[begin + i] * factor * weight[begin + i];
+        narrow(part, to + begin, count);
+    }
 }
 
 // x times its logistic function.
@@ -284,8 +289,7 @@ private:
                 for (int64_t head = 0; head < m.num_kv_heads; ++head)
                     write_head(head, slot, keys, values, [&](T* key, T* value) {
                         rotate_head(from + head * m.head_dim, layer.key_norm, token, key);
-                        for (int64_t i = 0; i < m.head_dim; ++i)
-                            from_float(from[kv_size + head * m.head_dim + i], value + i);
+                        narrow(from + kv_size + head * m.head_dim, value, m.head_dim);
                     });
             }
         });
@@ -314,8 +318,10 @@ private:
         }
         const float *cos = s.cos + token * m.head_dim, *sin = s.sin + token * m.head_dim;
         const int64_t half = m.head_dim / 2;
-        for (int64_t i = 0; i < half; ++i) from_float(from[i] * cos[i] - from[i + half] * sin[i], to + i);
-        for (int64_t i = half; i < m.head_dim; ++i) from_float(from[i] * cos[i] + from[i - half] * sin[i], to + i);
+        float turned[kMaxHeadDim];
+        for (int64_t i = 0; i < half; ++i) turned[i] = from[i] * cos[i] - from[i + half] * sin[i];
+        for (int64_t i = half; i < m.head_dim; ++i) turned[i] = from[i] * cos[i] + from[i - half] * sin[i];
+        narrow(turned, to, m.head_dim);
     }
 
     Status attend(const LayerWeights& layer, int64_t index) {

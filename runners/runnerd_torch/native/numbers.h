@@ -3,7 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__F16C__)
+#if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -55,6 +55,21 @@ inline void convert(const T* from, float* to, int64_t n) {
 inline void convert(const Float16* from, float* to, int64_t n) {  // n is a multiple of 8
     for (int64_t i = 0; i < n; i += 8)
         _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+}
+#endif
+
+// Rounds n floats.
+template <typename T>
+inline void narrow(const float* from, T* to, int64_t n) {
+    for (int64_t i = 0; i < n; ++i) from_float(from[i], to + i);
+}
+inline void narrow(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+#if defined(__AVX512BF16__)
+inline void narrow(const float* from, BFloat16* to, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16)
+        _mm256_storeu_si256((__m256i*)(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + i)));
+    for (; i < n; ++i) from_float(from[i], to + i);
 }
 #endif
 
