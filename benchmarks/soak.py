@@ -72,11 +72,13 @@ class Outages:
 
     async def kill(self, pid: int, times: Sequence[float]) -> None:
         """Kill the engine process at each of ``times`` (of ``time.monotonic``), be it serving or starting."""
+        killed: set[int] = set()  # one that was killed is a child until the daemon has seen it
         for at in times:
             await asyncio.sleep(max(0.0, at - time.monotonic()))
-            while not (engines := children(pid)):  # noqa: ASYNC110 - between two engines
+            while not (engines := [one for one in children(pid) if one not in killed]):  # noqa: ASYNC110 - between two
                 await asyncio.sleep(0.02)
             os.kill(engines[0], signal.SIGKILL)
+            killed.add(engines[0])
             self.kills += 1
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 
 _YOUNG_OBJECTS = 10_000
-_YOUNG_COLLECTIONS = 20
-_MIDDLE_COLLECTIONS = 20
+_YOUNG_COLLECTIONS = 10
+_MIDDLE_COLLECTIONS = 10
 
 
 def collect_seldom() -> None:
