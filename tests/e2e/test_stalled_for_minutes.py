@@ -62,6 +62,7 @@ async def test_readers_that_stall_for_minutes_cost_their_answers_and_slow_nobody
         del answers
         pids = {"front": server.process.pid, "engine": (await client.server_info()).engine_pid}
         before = {name: resident_bytes(pid) for name, pid in pids.items()}
+        num_generated = (await client.load()).generation_tokens
 
         readers = [stubs[number % 8].StreamGenerate(request_of(number), timeout=600) for number in range(NUM_READERS)]
         for reader in readers:
@@ -75,7 +76,11 @@ async def test_readers_that_stall_for_minutes_cost_their_answers_and_slow_nobody
                 num_witnessed += len(message.output.tokens)
 
         following = asyncio.create_task(follow())
-        while (await client.load()).num_running > 1:  # noqa: ASYNC110 - until all that the stalled will get is made
+
+        def all_is_made(load) -> bool:
+            return load.num_running == 1 and load.generation_tokens >= num_generated + NUM_READERS * NUM_TOKENS
+
+        while not all_is_made(await client.load()):  # noqa: ASYNC110 - over the wire
             await asyncio.sleep(0.5)
         made = {name: resident_bytes(pid) for name, pid in pids.items()}
         first, first_witnessed = await client.load(), num_witnessed
