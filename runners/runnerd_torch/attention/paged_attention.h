@@ -41,7 +41,7 @@ struct ForwardArgs {
     int64_t num_rows, num_tokens, num_blocks, block_size, max_blocks, num_heads, num_kv_heads, head_dim;
     int64_t sliding_window;  // 0: none
     int64_t dtype, num_threads;
-    int64_t packed;  // 1: the caches lie as pack_key and pack_values leave them
+    int64_t packed;  // 1: the caches lie as pack_key and pack_value leave them
     ParallelRegion parallel_region;  // null: threads of our own
     float scale, softcap;            // softcap 0: none
 };
@@ -173,21 +173,14 @@ inline void weigh_block(const float* weights, const float* const* values, int nu
         for (int j = 0; j < N; ++j) store(output + m * head_dim + d + j * kLanes, sums[m][j]);
 }
 
-// Calls work(number of rows as a constant, first row) for all rows, three at a time: as many as the registers hold.
-template <typename Work>
-void in_blocks_of_rows(int64_t num_rows, Work work) {
-    int64_t row = 0;
-    for (; row + 3 <= num_rows; row += 3) work(std::integral_constant<int, 3>(), row);
-    if (num_rows - row == 2) work(std::integral_constant<int, 2>(), row);
-    if (num_rows - row == 1) work(std::integral_constant<int, 1>(), row);
-}
+constexpr int kRowsInFloat = 3;  // as many as the registers hold
 
 // Scores of all query rows with the keys of a tile, so many keys at a time that they stay in the first-level cache.
 void score_tile(const float* query, int64_t num_rows, const float* const* keys, int num_keys, int64_t head_dim,
                 float* scores) {
     const int keys_at_once = int(std::max<int64_t>(4, 4096 / head_dim / 4 * 4));
     for (int first = 0; first < num_keys; first += keys_at_once)
-        in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
+        in_passes<kRowsInFloat>(num_rows, [&](int64_t row, auto rows_at_once, int64_t) {
             for (int j = first; j < std::min(first + keys_at_once, num_keys); j += 4)
                 score_block<rows_at_once>(query + row * head_dim, keys + j, head_dim, scores + row * kTile + j);
         });
@@ -196,7 +189,7 @@ void score_tile(const float* query, int64_t num_rows, const float* const* keys, 
 void weigh_tile(const float* weights, int64_t num_rows, const float* const* values, int num_keys, int64_t head_dim,
                 float* output) {
     const auto weigh = [&](auto vectors_at_once, int64_t d) {
-        in_blocks_of_rows(num_rows, [&](auto rows_at_once, int64_t row) {
+        in_passes<kRowsInFloat>(num_rows, [&](int64_t row, auto rows_at_once, int64_t) {
             weigh_block<rows_at_once, vectors_at_once>(weights + row * kTile, values, num_keys, d, head_dim,
                                                        output + row * head_dim);
         });
@@ -301,6 +294,10 @@ struct Attention {
         return kOk;
     }
 
+    // The keys that some query of a unit sees.
+    int64_t first_key(const Unit& unit) const { return first_visible(position(unit.row, unit.first_query)); }
+    int64_t last_key(const Unit& unit) const { return position(unit.row, unit.first_query + unit.num_queries - 1); }
+
     int64_t num_rows(const Unit& unit) const { return unit.num_queries * unit.num_heads * group; }
     int64_t partial_size(const Unit& unit) const { return num_rows(unit) * (a.head_dim + 2); }  // of one tile
 
@@ -403,8 +400,7 @@ inline const float* row_as_float(const T* row, bool in_place, float* copy, int64
 // Finds the slots of a tile; gives how many keys there are, and fills up to a whole tile.
 int find_slots(const Attention& attention, const Unit& unit, int64_t tile, Scratch& s) {
     const ForwardArgs& a = attention.a;
-    const int64_t first = attention.first_visible(attention.position(unit.row, unit.first_query));
-    const int64_t last = attention.position(unit.row, unit.first_query + unit.num_queries - 1);
+    const int64_t first = attention.first_key(unit), last = attention.last_key(unit);
     const int num_keys = int(std::min<int64_t>(kTile, last + 1 - tile * kTile));
     const int32_t* blocks = a.block_tables + unit.row * a.block_table_stride;
     // What no query of the unit sees may be another's by now, or NaN: a key that is seen stands in, with weight 0.
@@ -425,8 +421,7 @@ int find_slots(const Attention& attention, const Unit& unit, int64_t tile, Scrat
 // Finds the pages of a tile; one that no query of the unit sees is replaced by one that it sees.
 inline void find_pages(const Attention& attention, const Unit& unit, int64_t tile, int64_t* pages) {
     const ForwardArgs& a = attention.a;
-    const int64_t first = attention.first_visible(attention.position(unit.row, unit.first_query));
-    const int64_t last = attention.position(unit.row, unit.first_query + unit.num_queries - 1);
+    const int64_t first = attention.first_key(unit), last = attention.last_key(unit);
     for (int64_t i = 0; i < kPages; ++i) {
         const int64_t position = std::clamp(tile * kTile + i * kPanel, first / kPanel * kPanel, last);
         const int32_t block = a.block_tables[unit.row * a.block_table_stride + position / a.block_size];
@@ -549,7 +544,8 @@ inline __m512 cap(__m512 score, float scale, float softcap) {
 inline void softmax_of_row(const float* const* scores, float scale, float softcap, int begin, int end, BFloat16* weights,
                            float* max, float* sum) {
     const __m512 lowest = _mm512_set1_ps(kNegativeInfinity);
-    const uint64_t visible = (end >= kTile ? ~uint64_t(0) : (uint64_t(1) << end) - 1) & (begin >= kTile ? 0 : ~uint64_t(0) << begin);
+    constexpr uint64_t kAll = ~uint64_t(0);
+    const uint64_t visible = (end >= kTile ? kAll : ~(kAll << end)) & (begin >= kTile ? 0 : kAll << begin);
     __m512 s[4];
     for (int i = 0; i < 4; ++i) {
         s[i] = _mm512_loadu_ps(scores[i / 2] + i % 2 * 16);
@@ -572,7 +568,7 @@ inline void softmax_of_row(const float* const* scores, float scale, float softca
 // A tile's keys and values of one head, page by page, in the form above.
 struct TilePages {
     const BFloat16 *keys[kPages], *values[kPages];
-    int first = 0, end = kPages;  // others are seen by nobody: their keys are some page's, their values unset
+    int first = 0, end = kPages;  // others are seen by nobody, and stand for nothing
 };
 
 // Arranges pages of rows that lie token by token.
@@ -611,8 +607,7 @@ inline TilePages arrange(const Attention& attention, int64_t kv_head, Scratch& s
 inline TilePages find_in_cache(const Attention& attention, const Unit& unit, int64_t tile, int64_t kv_head, Scratch& s) {
     const ForwardArgs& a = attention.a;
     const int64_t size = a.head_dim * kPanel;
-    const int64_t begin = attention.first_visible(attention.position(unit.row, unit.first_query)) - tile * kTile;
-    const int64_t end = attention.position(unit.row, unit.first_query + unit.num_queries - 1) + 1 - tile * kTile;
+    const int64_t begin = attention.first_key(unit) - tile * kTile, end = attention.last_key(unit) + 1 - tile * kTile;
     TilePages pages;
     pages.first = int(std::max<int64_t>(begin, 0) / kPanel);
     pages.end = int(ceil_div(std::min<int64_t>(end, kTile), kPanel));
@@ -813,12 +808,13 @@ void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state)
     clear(s, num_rows);
     for (int64_t i = 0; i < unit.num_tiles; ++i) {
         const int64_t tile = unit.first_tile + i;
-        const int num_keys = attention.a.packed ? kTile : find_slots(attention, unit, tile, s);
+        int num_keys = kTile;
         if (attention.a.packed) {
             find_pages(attention, unit, tile, s.pages);
             if (unit.num_queries == 1) touch_pages(attention.a, unit, s.pages);
-        } else if (unit.num_heads > 1) {
-            prefetch_tile<T>(attention.a, s, num_keys);
+        } else {
+            num_keys = find_slots(attention, unit, tile, s);
+            if (unit.num_heads > 1) prefetch_tile<T>(attention.a, s, num_keys);
         }
         for (int64_t head = 0; head < unit.num_heads; ++head)
             attend_to_tile<T>(attention, unit, tile, num_keys, unit.first_head + head, head * rows_of_head, state);

@@ -50,9 +50,9 @@ namespace {
 
 enum Phase { kEmbed, kNorm, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kHead, kNumPhases };
 
-constexpr int64_t kRowsPerItem = 4;             // of what is done token by token
+constexpr int64_t kRowsPerItem = 4;                 // of what is done token by token
+constexpr int64_t kNumbersPerThread = 1 << 13;      // about 1 us; less is done sooner than another thread takes part
 constexpr int64_t kComparisonsPerThread = 1 << 19;  // about 50 us; less is done sooner than another thread wakes up
-constexpr int64_t kNumbersPerThread = 1 << 13;  // about 1 us; less is done sooner than another thread takes part
 
 // Hands out parts of a piece of memory; without memory it only counts.
 class Carver {

@@ -4,17 +4,12 @@
 // time on rearranging it. Here the weight was rearranged once: panels of 16 outputs, inputs running over the panel.
 // Each output is one sum over the inputs in order, so neither other rows nor the number of threads changes a bit.
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <system_error>
-#include <thread>
-#include <vector>
+
+#include "../native/team.h"
 
 extern "C" {
-
-// Runs body(data) on a team of threads and waits for them: libgomp's entry point for a parallel region.
-typedef void (*ParallelRegion)(void (*body)(void*), void* data, unsigned num_threads, unsigned flags);
 
 // Mirrored field by field in packed.py. Strides count elements; the innermost stride is 1.
 struct LinearArgs {
@@ -110,23 +105,8 @@ extern "C" void runnerd_linear(const LinearArgs* args) {
     const int64_t num_threads = std::min({a.num_threads, num_panels, 1 + products / kProductsPerThread});
     // More parts than threads: one that is late, or shares its core, takes fewer.
     const int64_t part = std::max<int64_t>(1, num_panels / (8 * num_threads));
-    std::atomic<int64_t> next{0};
-    auto member = [&] {
-        for (int64_t panel = next.fetch_add(part); panel < num_panels; panel = next.fetch_add(part))
-            compute_panels(a, panel, std::min(panel + part, num_panels));
-    };
-    if (num_threads < 2) {
-        member();
-    } else if (a.parallel_region) {
-        const auto body = [](void* data) { (*static_cast<decltype(member)*>(data))(); };
-        a.parallel_region(body, &member, unsigned(num_threads), 0);
-    } else {
-        std::vector<std::thread> others;
-        try {
-            for (int64_t i = 1; i < num_threads; ++i) others.emplace_back(member);
-        } catch (const std::system_error&) {  // no more threads to be had: those there are do the work
-        }
-        member();
-        for (std::thread& other : others) other.join();
-    }
+    const Team team{a.parallel_region, num_threads};
+    team.run(num_threads, (num_panels + part - 1) / part, [] { return 0; }, [&](int, int64_t item) {
+        compute_panels(a, item * part, std::min((item + 1) * part, num_panels));
+    });
 }

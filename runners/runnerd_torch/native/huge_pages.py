@@ -12,7 +12,7 @@ import mmap
 
 import torch
 
-HUGE_PAGE = 2 << 20
+_HUGE_PAGE = 2 << 20
 """Bytes; memory smaller than this has none."""
 _CHUNK = 64 << 20
 _ALIGNMENT = 64
@@ -21,9 +21,9 @@ _ALIGNMENT = 64
 def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Give a tensor of zeros; its memory is taken as it is written."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < HUGE_PAGE:
+    if num_bytes < _HUGE_PAGE:
         return torch.zeros(shape, dtype=dtype)
-    return _map(num_bytes)[:num_bytes].view(dtype).view(shape)
+    return _map(num_bytes).view(dtype).view(shape)
 
 
 class Arena:

@@ -65,6 +65,29 @@ struct Projection {
 
 namespace {
 
+// Calls work with count, from 1 to kMost, as a constant.
+template <int kMost, typename Work>
+void with_constant(int64_t count, Work work) {
+    if (count == kMost) return work(std::integral_constant<int, kMost>());
+    if constexpr (kMost > 1) with_constant<kMost - 1>(count, work);
+}
+
+// Calls pass(first row, number of rows as a constant, number of passes) for parts of nearly the same size, of up to
+// kMost rows: as many as the registers hold.
+template <int kMost, typename Pass>
+void in_passes(int64_t num_rows, Pass pass) {
+    const int64_t num_passes = (num_rows + kMost - 1) / kMost;
+    for (int64_t row = 0, left = num_passes; left; --left) {
+        const int64_t count = (num_rows - row + left - 1) / left;
+        with_constant<kMost>(count, [&](auto constant) { pass(row, constant, num_passes); });
+        row += count;
+    }
+}
+
+constexpr int64_t kStretchLines = 32;  // lines of 64 bytes of two panels between two looks ahead
+template <typename Value>
+constexpr int64_t kStretch = 64 / sizeof(Value);  // inputs of such a stretch
+
 // Adds the products of kRows rows of inputs with two panels: sums[kRows][32].
 template <int kRows>
 void multiply_rows(const float* inputs, int64_t stride, const float* const* panels, int64_t num_inputs, float* results) {
@@ -81,19 +104,17 @@ void multiply_rows(const float* inputs, int64_t stride, const float* const* pane
 }
 
 #if defined(__AVX512BF16__)
-constexpr int64_t kStretch = 32;  // inputs between two looks ahead
-
 // The same for kPanels panels. They may come in segments of num_inputs, kPanels pointers each: what counts is the sum
 // over all of them. Rows of results lie so many numbers apart. Meanwhile lines of 64 bytes from `ahead` on are asked
-// for, so many for each kStretch of inputs.
+// for, so many for each stretch of inputs.
 template <int kRows, int kPanels>
 void multiply_segments(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
                        float* results, int64_t results_stride, int64_t num_segments, const char* ahead, int64_t lines) {
     __m512 sums[kRows][kPanels] = {};
     for (int64_t segment = 0; segment < num_segments; ++segment, inputs += num_inputs, panels += kPanels) {
-        for (int64_t begin = 0; begin < num_inputs; begin += kStretch) {
+        for (int64_t begin = 0; begin < num_inputs; begin += kStretch<BFloat16>) {
             for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-            const int64_t end = std::min(begin + kStretch, num_inputs);
+            const int64_t end = std::min(begin + kStretch<BFloat16>, num_inputs);
             for (int64_t k = begin; k < end; k += 2) {
                 __m512bh weights[kPanels];
 #pragma GCC unroll 16
@@ -113,12 +134,6 @@ void multiply_segments(const BFloat16* inputs, int64_t stride, const BFloat16* c
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
         for (int i = 0; i < kPanels; ++i) _mm512_storeu_ps(results + r * results_stride + i * kPanel, sums[r][i]);
-}
-
-template <int kRows>
-void multiply_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
-                   float* results, const char* ahead = nullptr, int64_t lines = 0) {
-    multiply_segments<kRows, 2>(inputs, stride, panels, num_inputs, results, kWide, 1, ahead, lines);
 }
 #else
 template <int kRows>
@@ -141,14 +156,6 @@ void multiply_rows(const BFloat16* inputs, int64_t stride, const BFloat16* const
 }
 #endif
 
-// Calls multiply_rows for num_rows rows, up to kRows.
-template <int kRows, typename T, typename... More>
-void multiply_rest(const T* inputs, int64_t stride, int64_t num_rows, const T* const* panels, int64_t num_inputs,
-                   float* results, More... more) {
-    if (num_rows == kRows) return multiply_rows<kRows>(inputs, stride, panels, num_inputs, results, more...);
-    if constexpr (kRows > 1) multiply_rest<kRows - 1>(inputs, stride, num_rows, panels, num_inputs, results, more...);
-}
-
 // Gives blocks of results[num_rows][32] for rows of float or bfloat16; a thread keeps one for its work.
 template <typename T>
 class Multiplier {
@@ -156,21 +163,9 @@ public:
     // `ahead`: what will be wanted next, as large as the two panels; may be null.
     void operator()(const T* inputs, int64_t stride, int64_t num_rows, const T* const* panels, int64_t num_inputs,
                     float* results, const void* = nullptr) {
-        in_passes<kMaxRows>(num_rows, [&](int64_t row, int64_t count, int64_t) {
-            multiply_rest<kMaxRows>(inputs + row * stride, stride, count, panels, num_inputs, results + row * kWide);
+        in_passes<kMaxRows>(num_rows, [&](int64_t row, auto count, int64_t) {
+            multiply_rows<count>(inputs + row * stride, stride, panels, num_inputs, results + row * kWide);
         });
-    }
-
-protected:
-    // Calls pass(row, count, number of passes) for parts of nearly the same size, of kMost rows at most.
-    template <int kMost, typename Pass>
-    static void in_passes(int64_t num_rows, Pass pass) {
-        const int64_t num_passes = (num_rows + kMost - 1) / kMost;
-        for (int64_t row = 0, left = num_passes; left; --left) {
-            const int64_t count = (num_rows - row + left - 1) / left;
-            pass(row, count, num_passes);
-            row += count;
-        }
     }
 };
 
@@ -278,16 +273,16 @@ inline bool request_tiles() { return true; }
 
 #if defined(__AVX512BF16__)
 template <>
-class Multiplier<BFloat16> : Multiplier<float> {
+class Multiplier<BFloat16> {
 public:
     void operator()(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
                     int64_t num_inputs, float* results, const void* ahead = nullptr) {
         const char* next = static_cast<const char*>(ahead);
-        in_passes<kMaxRows>(num_rows, [&](int64_t row, int64_t count, int64_t num_passes) {
-            const int64_t lines = next ? kStretch * kPanel * 2 * 2 / 64 / num_passes : 0;
-            multiply_rest<kMaxRows>(inputs + row * stride, stride, count, panels, num_inputs, results + row * kWide,
-                                    next, lines);
-            next += num_inputs / kStretch * lines * 64;
+        in_passes<kMaxRows>(num_rows, [&](int64_t row, auto count, int64_t num_passes) {
+            const int64_t lines = next ? kStretchLines / num_passes : 0;
+            multiply_segments<count, 2>(inputs + row * stride, stride, panels, num_inputs, results + row * kWide, kWide,
+                                        1, next, lines);
+            next += num_inputs / kStretch<BFloat16> * lines * 64;
         });
     }
 
@@ -295,18 +290,10 @@ public:
     template <int kPanels>
     void segments(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
                   int64_t num_inputs, int64_t num_segments, float* results, int64_t results_stride) {
-        constexpr int kMost = 2 * kMaxRows / kPanels;
-        in_passes<kMost>(num_rows, [&](int64_t row, int64_t count, int64_t) {
-            segments_rest<kMost, kPanels>(count, inputs + row * stride, stride, panels, num_inputs,
-                                          results + row * results_stride, results_stride, num_segments);
+        in_passes<2 * kMaxRows / kPanels>(num_rows, [&](int64_t row, auto count, int64_t) {
+            multiply_segments<count, kPanels>(inputs + row * stride, stride, panels, num_inputs,
+                                              results + row * results_stride, results_stride, num_segments, nullptr, 0);
         });
-    }
-
-private:
-    template <int kRows, int kPanels, typename... More>
-    static void segments_rest(int64_t num_rows, More... more) {
-        if (num_rows == kRows) return multiply_segments<kRows, kPanels>(more..., nullptr, 0);
-        if constexpr (kRows > 1) segments_rest<kRows - 1, kPanels>(num_rows, more...);
     }
 };
 #endif
@@ -388,27 +375,16 @@ private:
     void operator()(const WholeRows& inputs, int64_t row, int64_t num_rows, const int8_t* const* panels,
                     int64_t num_inputs, float* results, const void* ahead = nullptr) {
         const char* next = static_cast<const char*>(ahead);
-        const int64_t num_passes = (num_rows + kRowsAtOnce - 1) / kRowsAtOnce;
-        const int64_t lines = next ? kStretch * kPanel * 2 / 64 / num_passes : 0;
-        for (int64_t left = num_passes; left; --left) {
-            const int64_t count = (num_rows + left - 1) / left;
-            rest<kRowsAtOnce>(count, inputs.numbers + row * num_inputs, panels, num_inputs, results, next, lines);
-            row += count;
-            num_rows -= count;
-            results += count * kWide;
-            next += num_inputs / kStretch * lines * 64;
-        }
+        in_passes<kRowsAtOnce>(num_rows, [&](int64_t first, auto count, int64_t num_passes) {
+            const int64_t lines = next ? kStretchLines / num_passes : 0;
+            rows<count>(inputs.numbers + (row + first) * num_inputs, panels, num_inputs, results + first * kWide, next,
+                        lines);
+            next += num_inputs / kStretch<int8_t> * lines * 64;
+        });
     }
 
 private:
-    static constexpr int64_t kStretch = 64;  // inputs between two looks ahead
     static constexpr int kRowsAtOnce = 8;
-
-    template <int kRows, typename... More>
-    static void rest(int64_t num_rows, More... more) {
-        if (num_rows == kRows) return rows<kRows>(more...);
-        if constexpr (kRows > 1) rest<kRows - 1>(num_rows, more...);
-    }
 
 #if defined(__AVX512BW__)
     static __m512i add_products(__m512i sums, __m512i weights, __m512i inputs) {
@@ -425,9 +401,9 @@ private:
                      const char* ahead, int64_t lines) {
         constexpr int kChains = kRows > 4 ? 1 : 2;  // with few rows, sums would wait for one another
         __m512i sums[kRows][2][kChains] = {};
-        for (int64_t begin = 0; begin < num_inputs; begin += kStretch) {
+        for (int64_t begin = 0; begin < num_inputs; begin += kStretch<int8_t>) {
             for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
-            for (int64_t k = begin; k < begin + kStretch; k += 4) {
+            for (int64_t k = begin; k < begin + kStretch<int8_t>; k += 4) {
                 const __m512i left = _mm512_loadu_si512(panels[0] + k * kPanel);
                 const __m512i right = _mm512_loadu_si512(panels[1] + k * kPanel);
                 const __m512i left_even = _mm512_srai_epi16(_mm512_slli_epi16(left, 8), 8);
