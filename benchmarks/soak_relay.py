@@ -1,4 +1,4 @@
-"""A TCP relay before the daemon, whose connections can be cut without a word: both ends see a reset."""
+"""A TCP relay before the daemon, whose connections can be cut without a word: both ends see a reset, or the end."""
 
 from __future__ import annotations
 
@@ -50,8 +50,16 @@ class Relay:
         if self._connections:
             self._cut(source.choice(list(self._connections)))
 
-    def _cut(self, task: asyncio.Task[None]) -> None:
+    def cut_all(self, *, reset: bool) -> None:
+        """Cut each connection: by a reset, or in order, though no HTTP/2 frame says so."""
+        for task in list(self._connections):
+            self._cut(task, reset=reset)
+
+    def _cut(self, task: asyncio.Task[None], *, reset: bool = True) -> None:
         for writer in self._connections.pop(task, ()):
+            if not reset:
+                writer.close()
+                continue
             end = writer.get_extra_info("socket")
             if end is not None and not writer.transport.is_closing():
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_AT_ONCE)  # a reset, not a goodbye

@@ -6,7 +6,9 @@ Each test is one such fault or its whole kind, through a real server and a real 
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import Counter
+from pathlib import Path
 
 import grpc
 import pytest
@@ -23,17 +25,13 @@ from runnerd_client import (
 )
 from runnerd_client.errors import from_rpc_error
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from slow_prompts import slow_to_prepare
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 LONG = {"max_tokens": 5000, "ignore_eos": True}
-
-
-def slow_to_prepare(text: str):
-    """Give a prompt whose template takes a good part of a second, in a process of its own."""
-    prompt = chat({"role": "user", "content": text})
-    inner = "{% for i in range(50000) %}{% if (i ~ j) == 'x' %}y{% endif %}{% endfor %}"
-    prompt.chat_template = f"{{% for j in range(20) %}}{inner}{{% endfor %}}{{{{ messages[0].content }}}}"
-    return prompt
 
 
 async def started(stream) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -17,12 +17,16 @@ import pytest_asyncio
 from runnerd.v1 import inference_pb2_grpc
 from runnerd.v1.generation_pb2 import FinishReason, GenerateRequest
 from runnerd.v1.inference_pb2 import AbortRequest
-from runnerd_client import chat
 from runnerd_client.errors import from_rpc_error
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from slow_prompts import slow_to_prepare
+from soak_relay import Relay
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER of 0 s: the connection ends by a reset
 SECONDS = 60
 MAX_TOKENS = 5000
 
@@ -52,14 +56,9 @@ def request_of(text: str, max_tokens: int = MAX_TOKENS) -> GenerateRequest:
     return request
 
 
-def slow_to_prepare(text: str) -> GenerateRequest:
-    """A request whose template takes a good part of a second, in a process of its own."""
+def slow_request(text: str) -> GenerateRequest:
     request = request_of("")
-    request.chat.CopyFrom(chat({"role": "user", "content": text}))
-    loops = (
-        "{% for j in range(20) %}{% for i in range(50000) %}{% if (i ~ j) == 'x' %}y{% endif %}{% endfor %}{% endfor %}"
-    )
-    request.chat.chat_template = loops + "{{ messages[0].content }}"
+    request.chat.CopyFrom(slow_to_prepare(text))
     return request
 
 
@@ -72,7 +71,7 @@ def gives_tokens(before: Any, now: Any) -> bool:
 
 
 PHASES = {
-    "before it is added": Phase({}, {}, 0.1, slow_to_prepare, lambda before, now: True, is_computed=False),
+    "before it is added": Phase({}, {}, 0.1, slow_request, lambda before, now: True, is_computed=False),
     "waiting": Phase(
         {"step_seconds": "0.01"},
         {"max_num_seqs": 1},
@@ -98,49 +97,14 @@ PHASES = {
 }
 
 
-@dataclass
-class Relay:
-    """Relays connections to an address, and cuts them all."""
-
-    target: str
-    _writers: list[asyncio.StreamWriter] = field(default_factory=list)
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[str]:
-        """Relay until the block ends; gives the address."""
-        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
-        try:
-            yield "{}:{}".format(*server.sockets[0].getsockname())
-        finally:
-            server.close()
-            self.cut(reset=False)
-            await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def cut(self, *, reset: bool) -> None:
-        """End each connection, by a reset or in order; no HTTP/2 frame says so."""
-        for writer in self._writers:
-            end = writer.get_extra_info("socket")
-            if reset and end is not None and not writer.transport.is_closing():
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-                writer.transport.abort()
-            writer.close()
-        self._writers.clear()
-
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        host, _, port = self.target.rpartition(":")
-        onward_reader, onward_writer = await asyncio.open_connection(host, int(port))
-        self._writers += [writer, onward_writer]
-        await asyncio.gather(_copy(reader, onward_writer), _copy(onward_reader, writer), return_exceptions=True)
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65_536):
-        writer.write(data)
-        await writer.drain()
+@asynccontextmanager
+async def relayed(target: str) -> AsyncIterator[Relay]:
+    relay = Relay(target)
+    await relay.start()
+    try:
+        yield relay
+    finally:
+        await relay.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=PHASES)
@@ -183,13 +147,12 @@ FINISHED = (grpc.StatusCode.OK, "")
 @pytest.mark.parametrize("ending", ENDINGS)
 async def test_a_request_that_ends_early_leaves_nothing(phase, ending: str, method: str, idle, eventually) -> None:
     one, live, expected = phase
-    relay = Relay(live.address)
     blocker = live.client.stream("blocker", max_tokens=MAX_TOKENS, ignore_eos=True) if one.with_blocker else None
     if blocker is not None:
         await anext(aiter(blocker))
         await eventually(lambda: _async(live.frontend.load.num_running == 1))
-    before = live.frontend.load
-    async with relay.serving() as address, grpc.aio.insecure_channel(address) as channel:
+    before, num_others = live.frontend.load, 1 if blocker is not None else 0
+    async with relayed(live.address) as relay, grpc.aio.insecure_channel(relay.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         # a connection first: a deadline is not for that
         await stub.Abort(AbortRequest(request_id="nobody"), timeout=SECONDS, wait_for_ready=True)
@@ -197,7 +160,6 @@ async def test_a_request_that_ends_early_leaves_nothing(phase, ending: str, meth
         call = getattr(stub, method)(one.request(f"{ending} {method} "), timeout=timeout)
         reading = asyncio.create_task(read_to_the_end(call))
         if ending != "deadline":
-            num_others = 1 if blocker is not None else 0
 
             def is_there() -> bool:
                 live_now = live.frontend.num_live > num_others
@@ -210,9 +172,11 @@ async def test_a_request_that_ends_early_leaves_nothing(phase, ending: str, meth
             case "abort":
                 assert await live.client.abort("mine") or one.may_finish
             case "connection dropped" | "connection reset":
-                relay.cut(reset=ending.endswith("reset"))
+                relay.cut_all(reset=ending.endswith("reset"))
         ended = await outcome(reading)
         assert ended == ENDINGS[ending] or (one.may_finish and ended == FINISHED)
+        # the server learns of it while the connection is there, not by its end
+        await eventually(lambda: _async(live.frontend.num_live == num_others))
     if blocker is not None:
         tokens = live.frontend.load.generation_tokens
         await eventually(lambda: _async(live.frontend.load.generation_tokens > tokens))
