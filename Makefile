@@ -9,7 +9,7 @@ TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-slow soak test-ascend test-ascend-slow test-go test-java test-node node-packages lint protos api-baseline \
-	bench-serving bench-frontend bench-overlap bench-cpu bench-phases bench clean
+	bench-serving bench-frontend bench-overlap bench-cpu bench-phases bench-accuracy bench clean
 
 help: ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -111,7 +111,7 @@ bench-accuracy: $(VENV)/.dev ## perplexity and greedy agreement of data types be
 bench-overlap: $(VENV)/.dev ## synchronous beside overlapped steps: idle device, TPOT, host cost: JSON and tables
 	$(BIN)/python benchmarks/overlap.py $(ARGS)
 
-bench: bench-frontend bench-overlap bench-serving ## all benchmarks
+bench: bench-frontend bench-overlap bench-serving ## the benchmarks that need no other engine: front end, overlap, serving
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) $(ASCEND_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
