@@ -229,13 +229,39 @@ __attribute__((noinline)) void softmax_of_tile(float* scores, int num_keys, int 
 }
 
 // Merges maxima and sums of a tile into those of the tiles before it, and gives the factors of what was and what comes.
-// One body, so that all callers round alike. Arrays reach up to a multiple of 8.
+// One body, so that all callers round alike. With nothing visible so far, subtracting 0 keeps e^(-inf) = 0; -inf - -inf
+// would be NaN.
+#if defined(__AVX512BF16__)
 __attribute__((noinline)) void merge_sums(int64_t num_rows, float* max, float* sum, const float* tile_max,
                                           const float* tile_sum, float* keep, float* take) {
-    for (int64_t row = 0; row < num_rows; row += kLanes) {
+    const __m512 lowest = _mm512_set1_ps(kNegativeInfinity);
+    for (int64_t row = 0; row < num_rows; row += 16) {
+        const __mmask16 mask = num_rows - row >= 16 ? __mmask16(0xffff) : __mmask16((1 << (num_rows - row)) - 1);
+        const __m512 before = _mm512_maskz_loadu_ps(mask, max + row), added = _mm512_maskz_loadu_ps(mask, tile_max + row);
+        const __m512 larger = _mm512_max_ps(added, before);
+        const __m512 shift = _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(larger, lowest, _CMP_NEQ_UQ), larger);
+        const __m512 kept = exp_of_negative(_mm512_sub_ps(before, shift));
+        const __m512 taken = exp_of_negative(_mm512_sub_ps(added, shift));
+        const __m512 kept_sum = _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, sum + row), kept);
+        _mm512_mask_storeu_ps(sum + row, mask,
+                              _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, tile_sum + row), taken, kept_sum));
+        _mm512_mask_storeu_ps(max + row, mask, larger);
+        _mm512_mask_storeu_ps(keep + row, mask, kept);
+        _mm512_mask_storeu_ps(take + row, mask, taken);
+    }
+}
+
+// output = output * keep + added * take, for 16 numbers of one row.
+inline void merge_output(float keep, float take, __m512 added, float* output) {
+    const __m512 taken = _mm512_mul_ps(added, _mm512_set1_ps(take));
+    _mm512_storeu_ps(output, _mm512_fmadd_ps(_mm512_loadu_ps(output), _mm512_set1_ps(keep), taken));
+}
+#else
+__attribute__((noinline)) void merge_sums(int64_t num_rows, float* max, float* sum, const float* tile_max,
+                                          const float* tile_sum, float* keep, float* take) {
+    for (int64_t row = 0; row < num_rows; row += kLanes) {  // arrays reach up to a multiple of 8
         const Vec before = load(max + row), added = load(tile_max + row);
         const Vec larger = added > before ? added : before;
-        // With nothing visible so far, subtracting 0 keeps e^(-inf) = 0; -inf - -inf would be NaN.
         const Vec shift = larger == kNegativeInfinity ? broadcast(0.0f) : larger;
         const Vec kept = exp_of_negative(before - shift), taken = exp_of_negative(added - shift);
         store(sum + row, load(sum + row) * kept + load(tile_sum + row) * taken);
@@ -244,14 +270,19 @@ __attribute__((noinline)) void merge_sums(int64_t num_rows, float* max, float* s
         store(take + row, taken);
     }
 }
+#endif
 
 // output = output * keep + added * take, for rows of `width` numbers.
 __attribute__((noinline)) void merge_outputs(int64_t num_rows, int64_t width, const float* keep, const float* take,
-                                             float* output, int64_t stride, const float* added, int64_t added_stride) {
-    for (int64_t row = 0; row < num_rows; ++row)
-        for (int64_t d = 0; d < width; d += kLanes)
-            store(output + row * stride + d, load(output + row * stride + d) * broadcast(keep[row]) +
-                                                 load(added + row * added_stride + d) * broadcast(take[row]));
+                                             float* output, const float* added) {
+    for (int64_t row = 0; row < num_rows; ++row, output += width, added += width) {
+        int64_t d = 0;
+#if defined(__AVX512BF16__)
+        for (; d + 16 <= width; d += 16) merge_output(keep[row], take[row], _mm512_loadu_ps(added + d), output + d);
+#endif
+        for (; d < width; d += kLanes)
+            store(output + d, load(output + d) * broadcast(keep[row]) + load(added + d) * broadcast(take[row]));
+    }
 }
 
 // A piece of work: some new tokens of a row, for some KV heads and their query heads, over some tiles of keys.
@@ -521,14 +552,26 @@ inline void transpose(const uint32_t* const* rows, int64_t offset, uint32_t* to,
     }
 }
 
-// 2^x for x <= 0, to 14 bits: the weight it becomes has 8.
-inline __m512 rough_power_of_two(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(x, 8);  // to whole numbers
-    const __m512 r = _mm512_sub_ps(x, n);
-    __m512 power = _mm512_set1_ps(9.6181291e-3f);
-    for (float next : {5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+// 2^x to 18 bits, for results that bfloat16 keeps 8 bits of: a polynomial of what is above the next lower whole number,
+// with the least largest relative error. 0 where nothing is visible.
+inline __m512 power_of_two(__m512 x, __mmask16 visible = 0xffff) {
+    const __m512 r = _mm512_reduce_ps(x, 9);
+    __m512 power = _mm512_set1_ps(0.013534168f);
+    for (float next : {0.052011460f, 0.24144275f, 0.69300383f, 1.0000026f})
         power = _mm512_fmadd_ps(power, r, _mm512_set1_ps(next));
-    return _mm512_scalef_ps(power, n);
+    return _mm512_maskz_scalef_ps(visible, power, x);
+}
+
+// Joins the lanes of each of four vectors; what becomes of vector i lies in lane i of each quarter.
+template <typename Join>
+inline __m512 join_lanes(const __m512* v, Join join) {
+    const __m512 ab = join(_mm512_unpacklo_ps(v[0], v[1]), _mm512_unpackhi_ps(v[0], v[1]));
+    const __m512 cd = join(_mm512_unpacklo_ps(v[2], v[3]), _mm512_unpackhi_ps(v[2], v[3]));
+    const __m512d low = _mm512_unpacklo_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    const __m512d high = _mm512_unpackhi_pd(_mm512_castps_pd(ab), _mm512_castps_pd(cd));
+    __m512 all = join(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
+    all = join(all, _mm512_shuffle_f32x4(all, all, 0x4e));
+    return join(all, _mm512_shuffle_f32x4(all, all, 0xb1));
 }
 
 // tanh(score * scale / softcap) * softcap.
@@ -540,35 +583,67 @@ inline __m512 cap(__m512 score, float scale, float softcap) {
     return _mm512_mul_ps(_mm512_or_ps(t, _mm512_and_ps(x, _mm512_set1_ps(-0.0f))), _mm512_set1_ps(softcap));
 }
 
-// Weights of one query row relative to the tile's maximum. Scores lie in two parts of 32 keys each.
-inline void softmax_of_row(const float* const* scores, float scale, float softcap, int begin, int end, BFloat16* weights,
-                           float* max, float* sum) {
+#if defined(RUNNERD_TILES)
+constexpr int64_t kScoresRowStep = kWide, kScoresPartStep = kBlockRows * kWide;
+#else
+constexpr int64_t kScoresRowStep = kTile, kScoresPartStep = kWide;
+#endif
+
+// Gives the weights of up to four query rows relative to each one's maximum in the tile. Part p of the scores of row r
+// begins at scores + r * kScoresRowStep + p * kScoresPartStep; bit i of visible[r] tells whether it sees key i.
+template <int kRows, bool kCapped>
+__attribute__((noinline)) void softmax_of_rows(const float* scores, float scale, float softcap, const uint64_t* visible,
+                                               BFloat16* weights, float* max, float* sum) {
     const __m512 lowest = _mm512_set1_ps(kNegativeInfinity);
-    constexpr uint64_t kAll = ~uint64_t(0);
-    const uint64_t visible = (end >= kTile ? kAll : ~(kAll << end)) & (begin >= kTile ? 0 : kAll << begin);
-    __m512 s[4];
-    for (int i = 0; i < 4; ++i) {
-        s[i] = _mm512_loadu_ps(scores[i / 2] + i % 2 * 16);
-        if (softcap > 0) s[i] = cap(s[i], scale, softcap);
-        s[i] = _mm512_mask_mov_ps(lowest, __mmask16(visible >> (16 * i)), s[i]);
+    __m512 s[kRows][4], joined[4] = {lowest, lowest, lowest, lowest};
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            s[r][i] = _mm512_loadu_ps(scores + r * kScoresRowStep + i / 2 * kScoresPartStep + i % 2 * 16);
+            if (kCapped) s[r][i] = cap(s[r][i], scale, softcap);
+            s[r][i] = _mm512_mask_mov_ps(lowest, __mmask16(visible[r] >> (16 * i)), s[r][i]);
+        }
+        joined[r] = _mm512_max_ps(_mm512_max_ps(s[r][0], s[r][1]), _mm512_max_ps(s[r][2], s[r][3]));
     }
-    if (softcap > 0) scale = 1.0f;
-    const float highest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3])));
     constexpr float kLog2E = 1.44269504f;
-    const __m512 factor = _mm512_set1_ps(scale * kLog2E), shift = _mm512_set1_ps(highest * (scale * kLog2E));
-    for (int i = 0; i < 4; ++i)
-        s[i] = _mm512_maskz_mov_ps(__mmask16(visible >> (16 * i)),
-                                   rough_power_of_two(_mm512_fmsub_ps(s[i], factor, shift)));
-    *max = highest * scale;
-    *sum = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3])));
-    _mm512_storeu_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(s[1], s[0]));
-    _mm512_storeu_si512(weights + 32, (__m512i)_mm512_cvtne2ps_pbh(s[3], s[2]));
+    constexpr __mmask16 kStored = (1 << kRows) - 1;
+    const float scale_left = kCapped ? 1.0f : scale;
+    const __m512 factor = _mm512_set1_ps(scale_left * kLog2E);
+    const __m512 highest = join_lanes(joined, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
+    const __m512 shifts = _mm512_mul_ps(highest, factor);
+    _mm512_mask_storeu_ps(max, kStored, _mm512_mul_ps(highest, _mm512_set1_ps(scale_left)));
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+        const __m512 shift = _mm512_permutexvar_ps(_mm512_set1_epi32(r), shifts);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+            s[r][i] = power_of_two(_mm512_fmsub_ps(s[r][i], factor, shift), __mmask16(visible[r] >> (16 * i)));
+        joined[r] = _mm512_add_ps(_mm512_add_ps(s[r][0], s[r][1]), _mm512_add_ps(s[r][2], s[r][3]));
+        _mm512_storeu_si512(weights + r * kTile, (__m512i)_mm512_cvtne2ps_pbh(s[r][1], s[r][0]));
+        _mm512_storeu_si512(weights + r * kTile + 32, (__m512i)_mm512_cvtne2ps_pbh(s[r][3], s[r][2]));
+    }
+    _mm512_mask_storeu_ps(sum, kStored, join_lanes(joined, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); }));
+}
+
+constexpr uint64_t kAllKeys = ~uint64_t(0);
+
+// A word whose bits from begin to end - 1 are set.
+inline uint64_t bits_between(int64_t begin, int64_t end) {
+    if (begin >= kTile || end <= 0) return 0;
+    return (end >= kTile ? kAllKeys : ~(kAllKeys << end)) & (begin <= 0 ? kAllKeys : kAllKeys << begin);
 }
 
 // A tile's keys and values of one head, page by page, in the form above.
 struct TilePages {
     const BFloat16 *keys[kPages], *values[kPages];
     int first = 0, end = kPages;  // others are seen by nobody, and stand for nothing
+
+    // Leaves out pages without keys from begin to end_key - 1, counted from the tile's first key.
+    void limit(int64_t begin, int64_t end_key) {
+        first = std::max(first, int(std::max<int64_t>(begin, 0) / kPanel));
+        end = std::min(end, int(ceil_div(std::clamp<int64_t>(end_key, 0, kTile), kPanel)));
+    }
 };
 
 // Arranges pages of rows that lie token by token.
@@ -609,8 +684,7 @@ inline TilePages find_in_cache(const Attention& attention, const Unit& unit, int
     const int64_t size = a.head_dim * kPanel;
     const int64_t begin = attention.first_key(unit) - tile * kTile, end = attention.last_key(unit) + 1 - tile * kTile;
     TilePages pages;
-    pages.first = int(std::max<int64_t>(begin, 0) / kPanel);
-    pages.end = int(ceil_div(std::min<int64_t>(end, kTile), kPanel));
+    pages.limit(begin, end);
     for (int page = 0; page < kPages; ++page) {
         const int64_t offset = (s.pages[page] * a.num_kv_heads + kv_head) * size;
         pages.keys[page] = static_cast<const BFloat16*>(a.key_cache) + offset;
@@ -632,33 +706,32 @@ inline TilePages find_in_cache(const Attention& attention, const Unit& unit, int
     return pages;
 }
 
-// Gives the scores of up to kBlockRows rows, in two parts of 32 keys: part p of row r begins at scores + r * row_step +
-// p * part_step. Those of pages that nobody sees are not set.
-#if defined(RUNNERD_TILES)
-constexpr int64_t kScoresRowStep = kWide, kScoresPartStep = kBlockRows * kWide;
-#else
-constexpr int64_t kScoresRowStep = kTile, kScoresPartStep = kWide;
-#endif
+// Gives the scores of up to kBlockRows rows, in two parts of 32 keys: part p of row r begins at scores + r *
+// kScoresRowStep + p * kScoresPartStep. Those of pages that nobody sees are not set.
 inline void score_pages(const TilePages& pages, const BFloat16* query, int64_t num_rows, int64_t head_dim, float* scores,
                         Multiplier<BFloat16>& multiply) {
 #if !defined(RUNNERD_TILES)
+    const auto store = [scores](int64_t row, int i, __m512 sums) {
+        _mm512_storeu_ps(scores + row * kScoresRowStep + i * kPanel, sums);
+    };
     if (pages.first < 2 && pages.end > 2)
-        return multiply.segments<kPages>(query, head_dim, num_rows, pages.keys, head_dim, 1, scores, kScoresRowStep);
+        return multiply.segments<kPages>(query, head_dim, num_rows, pages.keys, head_dim, 1, store);
 #endif
     for (int part = pages.first / 2; part < (pages.end + 1) / 2; ++part) {
-        float* const to = scores + part * kScoresPartStep;
 #if defined(RUNNERD_TILES)
-        multiply(query, head_dim, num_rows, pages.keys + 2 * part, head_dim, to);
+        multiply(query, head_dim, num_rows, pages.keys + 2 * part, head_dim, scores + part * kScoresPartStep);
 #else
-        multiply.segments<2>(query, head_dim, num_rows, pages.keys + 2 * part, head_dim, 1, to, kScoresRowStep);
+        multiply.segments<2>(query, head_dim, num_rows, pages.keys + 2 * part, head_dim, 1,
+                             [&](int64_t row, int i, __m512 sums) { store(row, 2 * part + i, sums); });
 #endif
     }
 }
 
-// Adds up the weighted values of all rows of a head, kPanels of 16 of the head dimension at a time.
-template <int kPanels>
-void weigh_pages(const TilePages& pages, const BFloat16* weights, int64_t num_rows, int64_t head_dim, int64_t d,
-                 float* output, Multiplier<BFloat16>& multiply) {
+// Adds up the weighted values of rows of a head, kPanels of 16 of the head dimension at a time from d on; gives the sums
+// of each row and panel to take(row, d, sums).
+template <int kPanels, typename Take>
+void weigh_pages(const TilePages& pages, const BFloat16* weights, int64_t num_rows, int64_t d,
+                 Multiplier<BFloat16>& multiply, Take take) {
     const BFloat16* panels[kPanels * kPages];
     for (int page = pages.first; page < pages.end; ++page)
         for (int i = 0; i < kPanels; ++i)
@@ -674,47 +747,65 @@ void weigh_pages(const TilePages& pages, const BFloat16* weights, int64_t num_ro
             else std::memcpy(to, panels[kPanels * (page - pages.first) + i], kPanel * kPanel * 2);
         }
     for (int i = 0; i < kPanels; ++i) panels[i] = pieces[i];
-    for (int64_t row = 0; row < num_rows; row += kBlockRows)
-        for (int64_t i = 0; i < kPanels; i += 2) {
-            const int64_t count = std::min(kBlockRows, num_rows - row);
-            multiply(weights + row * kTile, kTile, count, panels + i, kTile, results);
-            for (int64_t r = 0; r < count; ++r)
-                std::memcpy(output + (row + r) * head_dim + d + i * kPanel, results + r * kWide, kWide * sizeof(float));
-        }
+    for (int64_t i = 0; i < kPanels; i += 2) {
+        multiply(weights, kTile, num_rows, panels + i, kTile, results);
+        for (int64_t row = 0; row < num_rows; ++row)
+            for (int64_t j = 0; j < 2; ++j)
+                take(row, d + (i + j) * kPanel, _mm512_loadu_ps(results + row * kWide + j * kPanel));
+    }
 #else
     multiply.segments<kPanels>(weights + pages.first * kPanel, kTile, num_rows, panels, kPanel, pages.end - pages.first,
-                               output + d, head_dim);
+                               [&](int64_t row, int i, __m512 sums) { take(row, d + i * kPanel, sums); });
 #endif
 }
 
-// Leaves maxima, sums and outputs of one tile and KV head in the scratch, from row first_row on, by products of
-// bfloat16.
+// Attends to one tile with the rows of a KV head, which begin at first_row, by products of bfloat16. What comes of it is
+// merged into the scratch, or left in tile_max, tile_sum and tile_output.
 inline void attend_by_products(const Attention& attention, const Unit& unit, int64_t tile, int64_t kv_head,
                                int64_t first_row, Scratch& s, Multiplier<BFloat16>& multiply) {
     const ForwardArgs& a = attention.a;
-    const int64_t num_rows = unit.num_queries * attention.group;
-    BFloat16* const weights = reinterpret_cast<BFloat16*>(s.weights) + first_row * kTile;
-    const BFloat16* const query = reinterpret_cast<const BFloat16*>(s.query) + first_row * a.head_dim;
-    float* const output = s.tile_output + first_row * a.head_dim;
-    const TilePages pages =
+    const int64_t group = attention.group, end_row = first_row + unit.num_queries * group;
+    const BFloat16* const query = reinterpret_cast<const BFloat16*>(s.query);
+    const TilePages pages_of_unit =
         a.packed ? find_in_cache(attention, unit, tile, kv_head, s) : arrange(attention, kv_head, s);
+    // The keys that a row sees, counted from the tile's first.
+    const auto end_for = [&](int64_t row) {
+        return attention.position(unit.row, unit.first_query + (row - first_row) / group) + 1 - tile * kTile;
+    };
+    const auto begin_for = [&](int64_t row) {
+        return attention.first_visible(end_for(row) - 1 + tile * kTile) - tile * kTile;
+    };
     alignas(64) float scores[2 * kBlockRows * kWide];
-    for (int64_t row = 0; row < num_rows; row += kBlockRows) {
-        const int64_t count = std::min(kBlockRows, num_rows - row);
-        score_pages(pages, query + row * a.head_dim, count, a.head_dim, scores, multiply);
-        for (int64_t r = 0; r < count; ++r) {
-            const int64_t position = attention.position(unit.row, unit.first_query + (row + r) / attention.group);
-            const int64_t begin = attention.first_visible(position) - tile * kTile, end = position + 1 - tile * kTile;
-            const float* const parts[2] = {scores + r * kScoresRowStep, scores + r * kScoresRowStep + kScoresPartStep};
-            softmax_of_row(parts, a.scale, a.softcap, int(std::clamp<int64_t>(begin, 0, kTile)),
-                           int(std::clamp<int64_t>(end, 0, kTile)), weights + (row + r) * kTile,
-                           s.tile_max + first_row + row + r, s.tile_sum + first_row + row + r);
-        }
+    alignas(64) BFloat16 weights[kBlockRows * kTile];
+    // So few rows at a time that all they need stays in the first-level cache.
+    for (int64_t row = first_row; row < end_row; row += kBlockRows) {
+        const int64_t num_rows = std::min(kBlockRows, end_row - row), last_row = row + num_rows - 1;
+        TilePages pages = pages_of_unit;
+        pages.limit(begin_for(row), end_for(last_row));
+        if (pages.first >= pages.end) continue;
+        score_pages(pages, query + row * a.head_dim, num_rows, a.head_dim, scores, multiply);
+        const bool all_visible = begin_for(last_row) <= 0 && end_for(row) >= kTile;
+        in_passes<4>(num_rows, [&](int64_t first, auto count, int64_t) {
+            uint64_t visible[count];
+            for (int r = 0; r < count; ++r) {
+                const int64_t at = row + first + r;
+                visible[r] = all_visible ? kAllKeys : bits_between(begin_for(at), end_for(at));
+            }
+            (a.softcap > 0 ? softmax_of_rows<count, true> : softmax_of_rows<count, false>)(
+                scores + first * kScoresRowStep, a.scale, a.softcap, visible, weights + first * kTile,
+                s.tile_max + row + first, s.tile_sum + row + first);
+        });
+        if (!unit.partials)
+            merge_sums(num_rows, s.max + row, s.sum + row, s.tile_max + row, s.tile_sum + row, s.keep + row, s.take + row);
+        const auto take = [&](int64_t r, int64_t d, __m512 sums) {
+            const int64_t at = (row + r) * a.head_dim + d;
+            if (unit.partials) _mm512_storeu_ps(s.tile_output + at, sums);
+            else merge_output(s.keep[row + r], s.take[row + r], sums, s.output + at);
+        };
+        int64_t d = 0;
+        for (; d + 4 * kPanel <= a.head_dim; d += 4 * kPanel) weigh_pages<4>(pages, weights, num_rows, d, multiply, take);
+        if (d < a.head_dim) weigh_pages<2>(pages, weights, num_rows, d, multiply, take);
     }
-    int64_t d = 0;
-    for (; d + 4 * kPanel <= a.head_dim; d += 4 * kPanel)
-        weigh_pages<4>(pages, weights, num_rows, a.head_dim, d, output, multiply);
-    if (d < a.head_dim) weigh_pages<2>(pages, weights, num_rows, a.head_dim, d, output, multiply);
 }
 #endif
 
@@ -780,12 +871,14 @@ void load_query(const Attention& attention, const Unit& unit, Scratch& s) {
 }
 
 template <typename T>
-void write_output(const Attention& attention, const Unit& unit, const Scratch& s) {
+void write_output(const Attention& attention, const Unit& unit, Scratch& s) {
     const ForwardArgs& a = attention.a;
     for (int64_t row = 0; row < attention.num_rows(unit); ++row) {
         const TokenAndHead at(attention, unit, row);
         T* to = static_cast<T*>(a.output) + (at.token * a.num_heads + at.head) * a.head_dim;
-        for (int64_t d = 0; d < a.head_dim; ++d) from_float(s.output[row * a.head_dim + d] / s.sum[row], to + d);
+        float* const from = s.output + row * a.head_dim;
+        for (int64_t d = 0; d < a.head_dim; ++d) from[d] /= s.sum[row];
+        narrow(from, to, a.head_dim);
     }
 }
 
@@ -797,7 +890,7 @@ void clear(Scratch& s, int64_t num_rows) {
 
 void merge_tiles(Scratch& s, int64_t num_rows, const float* tile_max, const float* tile_sum, const float* tile_output) {
     merge_sums(num_rows, s.max, s.sum, tile_max, tile_sum, s.keep, s.take);
-    merge_outputs(num_rows, s.head_dim, s.keep, s.take, s.output, s.head_dim, tile_output, s.head_dim);
+    merge_outputs(num_rows, s.head_dim, s.keep, s.take, s.output, tile_output);
 }
 
 template <typename T>
@@ -823,7 +916,7 @@ void attend(const Attention& attention, const Unit& unit, ThreadState<T>& state)
             std::copy_n(s.tile_max, num_rows, partial);
             std::copy_n(s.tile_sum, num_rows, partial + num_rows);
             std::copy_n(s.tile_output, num_rows * s.head_dim, partial + 2 * num_rows);
-        } else {
+        } else if (!attention.uses_products) {
             merge_tiles(s, num_rows, s.tile_max, s.tile_sum, s.tile_output);
         }
     }

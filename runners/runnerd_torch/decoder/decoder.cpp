@@ -135,10 +135,8 @@ inline void join(const float* from, T* to) {
 #if defined(__AVX512BF16__)
 inline void join(const float* from, BFloat16* to) {
     const __m512 gate = _mm512_loadu_ps(from), one = _mm512_set1_ps(1.0f);
-    const __m512 e = exp_of_negative(_mm512_or_ps(gate, _mm512_set1_ps(-0.0f)));
-    const __mmask16 positive = _mm512_cmp_ps_mask(gate, _mm512_setzero_ps(), _CMP_GT_OQ);
-    const __m512 share = _mm512_div_ps(_mm512_mask_mov_ps(e, positive, one), _mm512_add_ps(one, e));
-    const __m512 joined = _mm512_mul_ps(_mm512_mul_ps(gate, share), _mm512_loadu_ps(from + kPanel));
+    const __m512 e = power_of_two(_mm512_mul_ps(gate, _mm512_set1_ps(-1.44269504f)));
+    const __m512 joined = _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(one, e)), _mm512_loadu_ps(from + kPanel));
     _mm256_storeu_si256((__m256i*)to, (__m256i)_mm512_cvtneps_pbh(joined));
 }
 #endif

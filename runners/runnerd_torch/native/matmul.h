@@ -104,12 +104,12 @@ void multiply_rows(const float* inputs, int64_t stride, const float* const* pane
 }
 
 #if defined(__AVX512BF16__)
-// The same for kPanels panels. They may come in segments of num_inputs, kPanels pointers each: what counts is the sum
-// over all of them. Rows of results lie so many numbers apart. Meanwhile lines of 64 bytes from `ahead` on are asked
-// for, so many for each stretch of inputs.
-template <int kRows, int kPanels>
+// The same for kPanels panels; gives the sums of each row and panel to take(row, panel, sums). Panels may come in segments
+// of num_inputs, kPanels pointers each: what counts is the sum over all of them. Meanwhile lines of 64 bytes from `ahead`
+// on are asked for, so many for each stretch of inputs.
+template <int kRows, int kPanels, typename Take>
 void multiply_segments(const BFloat16* inputs, int64_t stride, const BFloat16* const* panels, int64_t num_inputs,
-                       float* results, int64_t results_stride, int64_t num_segments, const char* ahead, int64_t lines) {
+                       int64_t num_segments, const char* ahead, int64_t lines, Take take) {
     __m512 sums[kRows][kPanels] = {};
     for (int64_t segment = 0; segment < num_segments; ++segment, inputs += num_inputs, panels += kPanels) {
         for (int64_t begin = 0; begin < num_inputs; begin += kStretch<BFloat16>) {
@@ -133,7 +133,7 @@ void multiply_segments(const BFloat16* inputs, int64_t stride, const BFloat16* c
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 16
-        for (int i = 0; i < kPanels; ++i) _mm512_storeu_ps(results + r * results_stride + i * kPanel, sums[r][i]);
+        for (int i = 0; i < kPanels; ++i) take(r, i, sums[r][i]);
 }
 #else
 template <int kRows>
@@ -280,19 +280,21 @@ public:
         const char* next = static_cast<const char*>(ahead);
         in_passes<kMaxRows>(num_rows, [&](int64_t row, auto count, int64_t num_passes) {
             const int64_t lines = next ? kStretchLines / num_passes : 0;
-            multiply_segments<count, 2>(inputs + row * stride, stride, panels, num_inputs, results + row * kWide, kWide,
-                                        1, next, lines);
+            multiply_segments<count, 2>(inputs + row * stride, stride, panels, num_inputs, 1, next, lines,
+                                        [&](int64_t r, int i, __m512 sums) {
+                                            _mm512_storeu_ps(results + (row + r) * kWide + i * kPanel, sums);
+                                        });
             next += num_inputs / kStretch<BFloat16> * lines * 64;
         });
     }
 
     // The same for kPanels panels in segments of num_inputs; see multiply_segments.
-    template <int kPanels>
+    template <int kPanels, typename Take>
     void segments(const BFloat16* inputs, int64_t stride, int64_t num_rows, const BFloat16* const* panels,
-                  int64_t num_inputs, int64_t num_segments, float* results, int64_t results_stride) {
+                  int64_t num_inputs, int64_t num_segments, Take take) {
         in_passes<2 * kMaxRows / kPanels>(num_rows, [&](int64_t row, auto count, int64_t) {
-            multiply_segments<count, kPanels>(inputs + row * stride, stride, panels, num_inputs,
-                                              results + row * results_stride, results_stride, num_segments, nullptr, 0);
+            multiply_segments<count, kPanels>(inputs + row * stride, stride, panels, num_inputs, num_segments, nullptr, 0,
+                                              [&](int64_t r, int i, __m512 sums) { take(row + r, i, sums); });
         });
     }
 };
