@@ -343,6 +343,7 @@ async def test_large_work_leaves_the_event_loop_to_others(frontend: Frontend) ->
     [
         (Generation("x" * 4000), "small"),
         (Generation("x" * 4001), "large"),
+        (Generation("x" * 1_000_001), "huge"),
         (Generation([1] * 4001), "large"),
         (Generation("x", stop=["y" * 1024] * 4), "large"),
         (Generation("x", bad_words=["yy"] * 2001), "large"),
@@ -351,6 +352,7 @@ async def test_large_work_leaves_the_event_loop_to_others(frontend: Frontend) ->
         (Generation("x", logit_bias=dict.fromkeys(range(4001), 1.0)), "large"),
         (Generation(ChatPrompt(({"role": "user", "content": "x"},))), "small"),
         (Generation(ChatPrompt(({"role": "user", "content": "x" * 4001},))), "large"),
+        (Generation(ChatPrompt(({"role": "user", "content": "x" * 1_000_001},), tools=({},))), "huge"),
         (Generation(ChatPrompt(({"role": "user", "content": ""},) * 4001)), "large"),
         (Generation(ChatPrompt(({"role": "user", "content": "x"},), tools=({},))), "large"),
         (Generation(ChatPrompt(({"role": "user", "content": "x"},), template_kwargs={"a": 1})), "large"),
@@ -365,7 +367,7 @@ async def test_long_prompt_is_served_while_others_go_on(frontend: Frontend) -> N
     told = await frontend.tokenize("x" * 50_000)
 
     assert len(told.ids) == 50_000
-    with pytest.raises(InvalidRequest, match="prompt: got 50000 tokens, at most 8191 fit"):
+    with pytest.raises(InvalidRequest, match=r"prompt: got at least 50000 tokens .50000 bytes of text., at most 8191"):
         await events_of(frontend, ask("x" * 50_000))
 
 

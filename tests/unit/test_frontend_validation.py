@@ -306,6 +306,15 @@ def test_prompt_that_leaves_no_room_is_refused_and_the_remedy_named() -> None:
     assert "truncation" in found.description
 
 
+def test_text_that_cannot_fit_is_refused_by_its_bytes_where_none_can_be_lost() -> None:
+    (found,) = violations(Generation("é" * 40))
+
+    assert (found.field, found.description.split(",")[0]) == ("prompt", "got at least 80 tokens (80 bytes of text)")
+    assert len(prepare(Generation("é" * 40, truncation="left")).prompt_token_ids) == 63
+    assert fields(Generation("x" * 11, max_prompt_tokens=10)) == ["prompt"]
+    assert len(prepare(Generation("x" * 10, max_prompt_tokens=10)).prompt_token_ids) == 10
+
+
 def test_truncation_cuts_the_end_that_was_asked_for() -> None:
     text = "0123456789"
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -91,6 +94,73 @@ def test_any_ids_decode_as_in_transformers(ids: list[int], smollm: ModelTokenize
     known = [one for one in ids if one < smollm.vocab_size]
 
     assert smollm.decode(ids, skip_special_tokens=False) == transformers_smollm.decode(known)
+
+
+def test_long_text_has_the_ids_of_transformers(smollm: ModelTokenizer, transformers_smollm: Any) -> None:
+    text = "".join(TEXTS) * 20  # other calls of the library make these ids than those of short texts
+
+    for special in (False, True):
+        assert smollm.encode(text, add_special_tokens=special) == transformers_smollm.encode(
+            text, add_special_tokens=special
+        )
+
+
+def test_other_threads_go_on_while_a_long_text_becomes_tokens(smollm: ModelTokenizer) -> None:
+    begun, done, num_turns = threading.Event(), threading.Event(), 0
+
+    def encode() -> None:
+        begun.set()
+        smollm.encode("hello world " * 40_000, add_special_tokens=False)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    begun.wait()
+    while not done.is_set():
+        num_turns += 1
+        time.sleep(0)
+    thread.join()
+    assert num_turns > 10
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(max_size=40) | st.text("e\u0301\u1fef▁ \t0a\x04\U00040000", max_size=40))
+def test_no_text_has_fewer_tokens_than_its_bytes_allow(
+    text: str, smollm: ModelTokenizer, sentencepiece: ModelTokenizer
+) -> None:
+    for tokenizer in (smollm, sentencepiece, ByteTokenizer()):
+        assert tokenizer.least_tokens(text.encode()) <= len(tokenizer.encode(text, add_special_tokens=False))
+        assert tokenizer.least_tokens(f"x{text}".encode()) > 0
+
+
+def test_longest_token_of_a_vocabulary_is_known_where_no_text_is_lost(tmp_path: Path) -> None:
+    vocabulary = {character: index for index, character in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    backend = Backend(models.BPE(vocabulary | {"ab": 256, "abab": 257}, [("a", "b"), ("ab", "ab")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    described = json.loads(backend.to_str())
+    removing = {"type": "Split", "pattern": {"String": "a"}, "behavior": "Removed", "invert": False}
+    added = {"id": 900, "content": "<|x|>", "single_word": False, "normalized": False, "special": True}
+    strip = {"type": "Strip", "strip_left": True, "strip_right": True}
+    squeeze = {"type": "Replace", "pattern": {"String": "  "}, "content": " "}
+    metaspace = {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False}
+    lossy = {"type": "Sequence", "pretokenizers": [removing, described["pre_tokenizer"]]}
+    words = {"type": "WordLevel", "vocab": {"a": 0, "[UNK]": 1}, "unk_token": "[UNK]"}
+
+    def least_tokens(**changes: Any) -> int:
+        (tmp_path / "tokenizer.json").write_text(json.dumps(described | changes))
+        return ModelTokenizer.from_directory(tmp_path).least_tokens(b"ab" * 1000)
+
+    assert least_tokens() == 500
+    assert least_tokens(normalizer={"type": "NFC"}) == 56  # 4 bytes, 9 times smaller
+    assert least_tokens(added_tokens=[added | {"content": "é" * 20, "lstrip": False, "rstrip": False}]) == 50
+    # each of these can make few tokens of a long text
+    assert least_tokens(added_tokens=[added | {"lstrip": False, "rstrip": True}]) == 0
+    assert least_tokens(normalizer=strip) == 0
+    assert least_tokens(normalizer=squeeze) == 0
+    assert least_tokens(pre_tokenizer=lossy) == 0
+    assert least_tokens(pre_tokenizer=metaspace) == 0
+    assert least_tokens(model=words) == 0
 
 
 def train_sentencepiece_like() -> tuple[list[str], list[float], list[int]]:

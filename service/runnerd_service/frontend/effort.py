@@ -10,20 +10,32 @@ from runnerd_service.frontend.types import ChatPrompt, Generation
 _MANY = 4_000
 """Characters or items that take about a millisecond."""
 
-Effort = Literal["small", "large", "foreign", "guided"]
-"""``small``: a few milliseconds at most. ``large``: too much for the event loop. ``foreign``: a client's template.
+_HUGE = 1_000_000
+"""Characters that take a hundred bytes of memory each while they become tokens."""
+
+Effort = Literal["small", "large", "huge", "foreign", "guided"]
+"""``small``: a few milliseconds at most. ``large``: too much for the event loop. ``huge``: a text of which there is
+memory for one at a time, not for as many as there are threads. ``foreign``: a client's template.
 ``guided``: a guide, whose check may wait for that of others."""
 
 
 def effort_of_prompt(prompt: str | Sequence[int] | ChatPrompt) -> Effort:
     """Give what it takes to make tokens of ``prompt``, or text of token ids."""
+    if isinstance(prompt, str):
+        return _effort_of_characters(len(prompt))
     if not isinstance(prompt, ChatPrompt):
         return "large" if len(prompt) > _MANY else "small"
     if prompt.chat_template is not None:
         return "foreign"
-    if prompt.tools or prompt.template_kwargs or len(prompt.messages) > _MANY:  # these have any depth
-        return "large"
-    num_characters = sum(len(str(message.get("content"))) for message in prompt.messages)
+    effort = _effort_of_characters(sum(len(str(message.get("content"))) for message in prompt.messages))
+    if effort == "small" and (prompt.tools or prompt.template_kwargs or len(prompt.messages) > _MANY):
+        return "large"  # these have any depth
+    return effort
+
+
+def _effort_of_characters(num_characters: int) -> Effort:
+    if num_characters > _HUGE:
+        return "huge"
     return "large" if num_characters > _MANY else "small"
 
 

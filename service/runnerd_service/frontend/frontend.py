@@ -74,6 +74,7 @@ class Frontend:
         # Few, so that slow templates of clients hold up each other and nobody else.
         self._template_threads = ThreadPoolExecutor(2, thread_name_prefix="chat-template")
         self._guide_threads = ThreadPoolExecutor(NUM_PROCESSES, thread_name_prefix="guide")
+        self._huge_text_thread = ThreadPoolExecutor(1, thread_name_prefix="huge-text")
         self._traces = TraceCapture()
         self.request_stats = RequestStats()
         """How requests went; whoever calls :meth:`generate` tells it of their ends."""
@@ -324,6 +325,7 @@ class Frontend:
         await self._engine.close()
         self._template_threads.shutdown(wait=False, cancel_futures=True)
         self._guide_threads.shutdown(wait=False, cancel_futures=True)
+        self._huge_text_thread.shutdown(wait=False, cancel_futures=True)
         if self._model is not None and self._model.guides is not None:
             self._model.guides.close()
         self._states.close()
@@ -345,7 +347,11 @@ class Frontend:
         """Do the work where it holds up nobody: the tokenizer leaves the interpreter to other threads."""
         if effort == "small":
             return work()
-        threads = {"foreign": self._template_threads, "guided": self._guide_threads}.get(effort)
+        threads = {
+            "foreign": self._template_threads,
+            "guided": self._guide_threads,
+            "huge": self._huge_text_thread,
+        }.get(effort)
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     def _submit(self, model: LoadedModel, live: LiveRequest, request: PreparedRequest) -> RequestStream:

@@ -16,10 +16,13 @@ from tokenizers import Tokenizer as Backend
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.detokenizer import Detokenizer, PieceDetokenizer, PieceTable, WindowDetokenizer
 from runnerd_service.frontend.gguf_vocabulary import load_gguf_tokenizer, set_surrounding_tokens
+from runnerd_service.frontend.text_bound import text_bound
 from runnerd_service.guided.guide import Vocabulary
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SPACE = "▁"
+_LONG_CHARACTERS = 1_000
+"""Texts above this are encoded where the interpreter is left to other threads; it takes another thread."""
 
 
 class ModelTokenizer:
@@ -38,6 +41,7 @@ class ModelTokenizer:
         self.special_tokens = special_tokens
         self.chat_templates = chat_templates
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self._bound = text_bound(backend, _BYTE_OF_CHARACTER)
         special_ids = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         named_ids = map(backend.token_to_id, special_tokens.values())
         special_ids.update(token_id for token_id in named_ids if token_id is not None)
@@ -89,9 +93,16 @@ class ModelTokenizer:
             )
         return cls(backend, special_tokens, _chat_templates(path, config))
 
+    def least_tokens(self, text: bytes) -> int:
+        """Give how many tokens a text, given as UTF-8, has at least; 0 where that is not known."""
+        return self._bound.least_tokens(text)
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Give the token ids of ``text``."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) <= _LONG_CHARACTERS:
+            return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        # ``encode`` keeps the interpreter for as long as it takes; this gives the same ids.
+        return list(self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Give the text of ``token_ids``."""

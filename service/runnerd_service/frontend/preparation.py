@@ -125,7 +125,8 @@ class Preparer:
         violations = Violations()
         check_options(generation, self._served, violations)
         add_special_tokens = generation.add_special_tokens is not False
-        token_ids = self._token_ids(generation.prompt, add_special_tokens, violations)
+        most_tokens = None if generation.truncation in ("left", "right") else self._most_prompt_tokens(generation)
+        token_ids = self._token_ids(generation.prompt, add_special_tokens, violations, most_tokens)
         if token_ids:
             token_ids = self._fit(generation, token_ids, violations)
             self._check_room(generation, len(token_ids), violations)
@@ -179,33 +180,51 @@ class Preparer:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def _token_ids(
-        self, prompt: str | Sequence[int] | ChatPrompt, add_special_tokens: bool, violations: Violations
+        self,
+        prompt: str | Sequence[int] | ChatPrompt,
+        add_special_tokens: bool,
+        violations: Violations,
+        most_tokens: int | None = None,
     ) -> Sequence[int]:
-        """Give the prompt's token ids; none when it is wrong, which is then among the violations."""
+        """Give the prompt's token ids; none when it is wrong, which is then among the violations.
+
+        Args:
+            prompt: What is asked for.
+            add_special_tokens: Whether a text gets them; a conversation's template writes them out.
+            violations: Takes what is wrong.
+            most_tokens: A text that must have more is refused without making them; None: all are made.
+        """
         if isinstance(prompt, str):
-            return self._encode("text", prompt, add_special_tokens, violations)
+            return self._encode("text", prompt, add_special_tokens, violations, most_tokens)
         if isinstance(prompt, ChatPrompt):
-            return self._encode_chat(prompt, violations)
+            return self._encode_chat(prompt, violations, most_tokens)
         if not prompt:
             violations.add("token_ids.ids", "got no token id, expected at least one")
         check_token_ids("token_ids.ids", prompt, self._served.vocab_size, violations)
         return prompt
 
-    def _encode_chat(self, chat: ChatPrompt, violations: Violations) -> Sequence[int]:
+    def _encode_chat(self, chat: ChatPrompt, violations: Violations, most_tokens: int | None) -> Sequence[int]:
         num_before = len(violations.found)
         check_conversation(chat, self._served, violations)
         if len(violations.found) > num_before:
             return ()
         text = self._renderer.render(chat, violations)
         # Templates write the special tokens out themselves.
-        return () if text is None else self._encode("chat", text, False, violations)
+        return () if text is None else self._encode("chat", text, False, violations, most_tokens)
 
-    def _encode(self, field: str, text: str, add_special_tokens: bool, violations: Violations) -> Sequence[int]:
+    def _encode(
+        self, field: str, text: str, add_special_tokens: bool, violations: Violations, most_tokens: int | None
+    ) -> Sequence[int]:
         try:
-            text.encode()
+            raw = text.encode()
         except UnicodeEncodeError as error:
             violations.add(field, f"got a lone surrogate at character {error.start}, expected Unicode text")
             return ()
+        if most_tokens is not None:
+            least = self._tokenizer.least_tokens(raw)
+            if least > most_tokens:
+                self._refuse_length(f"at least {least} tokens ({len(raw)} bytes of text)", most_tokens, violations)
+                return ()
         token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if not token_ids:
             violations.add(field, f"got {len(text)} characters that make no token, expected at least one token")
@@ -216,26 +235,34 @@ class Preparer:
         return token_ids
 
     def _fit(self, generation: Generation, token_ids: Sequence[int], violations: Violations) -> Sequence[int]:
-        most = self._served.max_model_len - 1
-        if generation.max_prompt_tokens is not None:
-            if generation.max_prompt_tokens < 1:
-                violations.add(
-                    "prompt_options.max_prompt_tokens", f"got {generation.max_prompt_tokens}, expected at least 1"
-                )
-                return token_ids
-            most = min(most, generation.max_prompt_tokens)
+        most = self._most_prompt_tokens(generation)
+        if most is None:
+            violations.add(
+                "prompt_options.max_prompt_tokens", f"got {generation.max_prompt_tokens}, expected at least 1"
+            )
+            return token_ids
         if len(token_ids) <= most:
             return token_ids
         if generation.truncation == "left":
             return token_ids[-most:]
         if generation.truncation == "right":
             return token_ids[:most]
+        self._refuse_length(f"{len(token_ids)} tokens", most, violations)
+        return token_ids
+
+    def _most_prompt_tokens(self, generation: Generation) -> int | None:
+        """Give how many tokens the prompt may have; None if the request's own limit is wrong."""
+        most = self._served.max_model_len - 1
+        if generation.max_prompt_tokens is None:
+            return most
+        return min(most, generation.max_prompt_tokens) if generation.max_prompt_tokens >= 1 else None
+
+    def _refuse_length(self, got: str, most: int, violations: Violations) -> None:
         violations.add(
             "prompt",
-            f"got {len(token_ids)} tokens, at most {most} fit (max_model_len is {self._served.max_model_len} and "
+            f"got {got}, at most {most} fit (max_model_len is {self._served.max_model_len} and "
             "leaves one output token); shorten it or set prompt_options.truncation",
         )
-        return token_ids
 
     def _check_room(self, generation: Generation, num_prompt_tokens: int, violations: Violations) -> None:
         room = self._served.max_model_len - num_prompt_tokens

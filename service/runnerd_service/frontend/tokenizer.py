@@ -39,6 +39,10 @@ class Tokenizer(Protocol):
         """The model's chat templates by name; the usual one is "default". Empty if it has none."""
         ...
 
+    def least_tokens(self, text: bytes) -> int:
+        """Give how many tokens a text, given as UTF-8, has at least; 0 where that is not known. Takes no time."""
+        ...
+
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Give the token ids of ``text``; special tokens written out in it are recognized."""
         ...
@@ -79,6 +83,10 @@ class ByteTokenizer:
         self._tables = {
             skip: PieceTable(_byte_piece, hidden_ids=(_BYTE_EOS,) if skip else ()) for skip in (False, True)
         }
+
+    def least_tokens(self, text: bytes) -> int:
+        """Give the number of bytes."""
+        return len(text)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:  # there are none to add
         """Give the bytes of ``text``."""
