@@ -131,7 +131,7 @@ class ServerConfig:
     stall_timeout_seconds: float = 300.0
     """A stream whose reader takes nothing for so long is ended; 0: it may stall for any time."""
     drain_seconds: float = 30.0
-    """How long live requests may go on after SIGTERM."""
+    """How long live requests may go on after SIGTERM or SIGHUP."""
     max_engine_restarts: int = 5
     """Restarts of the engine in a row without progress, after which the server gives up; 0: at the first failure."""
     engine_restart_backoff_seconds: float = 1.0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import stat
+import subprocess
+import sys
 import time
 from contextlib import closing
 
@@ -283,3 +286,40 @@ def test_ctrl_c_reaches_the_whole_group_and_still_drains(daemon) -> None:
         messages = list(stream)
         assert messages[-1].output.finish.usage.completion_tokens == 40
         assert server.wait() == 0
+
+
+def test_a_terminal_that_closes_drains_and_leaves_no_socket(daemon, tmp_path) -> None:
+    path = tmp_path / "runnerd.sock"
+    server = daemon(*SLOW, "--unix-socket", str(path))
+    with Client(server.wait_until_ready()) as client:
+        stream = started(client, 40)
+        for child in _children(server.process.pid):
+            os.kill(child, signal.SIGHUP)  # the kernel sends it to the group
+        for _ in range(2):  # and the shell sends another
+            server.process.send_signal(signal.SIGHUP)
+            wait_until_draining(client)
+        messages = list(stream)
+        assert messages[-1].output.finish.usage.completion_tokens == 40
+        assert server.wait() == 0
+    assert "draining" in server.log()
+    assert not path.exists()
+
+
+def test_a_closed_terminal_means_nothing_under_nohup(tmp_path) -> None:
+    command = ["nohup", sys.executable, "-m", "runnerd_service", "serve", "--runner", "sim", "--port", "0"]
+    log = (tmp_path / "log").open("w")
+    with (
+        log,
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True) as server,
+    ):
+        try:
+            assert server.stdout is not None
+            address = re.search(r"serving \S+ on (\S+)", server.stdout.readline())
+            assert address is not None
+            server.send_signal(signal.SIGHUP)
+            with Client(address[1]) as client:
+                assert client.generate("x", max_tokens=20).outputs
+            assert "draining" not in (tmp_path / "log").read_text()
+        finally:
+            server.terminate()
+            assert server.wait(30) == 0

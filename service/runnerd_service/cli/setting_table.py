@@ -175,7 +175,7 @@ SETTINGS: tuple[Setting, ...] = (
         "SECONDS",
         "stall_timeout_seconds",
     ),
-    Setting("drain-seconds", "server", seconds, "how long live requests may go on after SIGTERM", "SECONDS"),
+    Setting("drain-seconds", "server", seconds, "how long live requests may go on after SIGTERM or SIGHUP", "SECONDS"),
     Setting(
         "max-engine-restarts",
         "server",

@@ -112,7 +112,9 @@ def serve(engine: Engine, channel: Channel) -> None:
 
 def main() -> int:
     """Run the engine process; gives its exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the whole group; the front decides what it means
+    # Ctrl-C and the end of a terminal go to the whole group; the front decides what they mean.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, _exit)
     # What the threads were doing goes to the log, with a crash and when the front asks for it: the engine hangs.
     faulthandler.enable()

@@ -49,7 +49,7 @@ class Hooks:
 
 @dataclass(slots=True)
 class Signals:
-    """SIGTERM and SIGINT: the first asks for a drain, the second for a stop at once."""
+    """SIGTERM and SIGINT: the first asks for a drain, the second for a stop at once. SIGHUP asks for a drain alone."""
 
     first: asyncio.Event = field(default_factory=asyncio.Event)
     second: asyncio.Event = field(default_factory=asyncio.Event)
@@ -60,14 +60,18 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Receive the signals of this process until the block ends."""
+        """Receive the signals of this process until the block ends. SIGHUP is left alone where it is ignored (nohup)."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.received)
+        handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self.received, signal.SIGINT: self.received}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            # A terminal that closes may send it twice, by its shell and by the kernel: that is no wish to stop at once.
+            handlers[signal.SIGHUP] = self.first.set
+        for number, handler in handlers.items():
+            loop.add_signal_handler(number, handler)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in handlers:
                 loop.remove_signal_handler(number)
 
 
