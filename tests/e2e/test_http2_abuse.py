@@ -109,9 +109,10 @@ class Peer:
 class Abused:
     """The daemon and how to reach it."""
 
-    def __init__(self, address: str, pid: int) -> None:
+    def __init__(self, address: str, pid: int, log: Callable[[], str]) -> None:
         self.address = address
         self.pid = pid
+        self.log = log
 
     @contextlib.contextmanager
     def raw(self) -> Iterator[Peer]:
@@ -135,7 +136,7 @@ class Abused:
 @pytest.fixture(scope="module")
 def abused(module_daemon) -> Abused:
     server = module_daemon("--runner-option", "step_seconds=0.01", "--no-prefix-caching")
-    return Abused(server.wait_until_ready(), server.process.pid)
+    return Abused(server.wait_until_ready(), server.process.pid, server.log)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +170,7 @@ def witnessed(abused: Abused, expected: str) -> Iterator[Abused]:
             load = client.load()
             used = load.num_running, load.num_waiting, load.num_used_blocks, abused.num_descriptors() - before
             if not any(used[:3]) and used[3] <= 0:
+                assert " ERROR " not in abused.log(), "what clients do is no error of the server's"
                 return
             time.sleep(0.05)
         raise AssertionError(f"left: running, waiting, blocks, descriptors {used}")

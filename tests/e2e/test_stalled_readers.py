@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import grpc
 import pytest
@@ -89,7 +90,7 @@ async def test_a_pause_between_tokens_is_no_stall(serve) -> None:
         assert "".join(texts) == answer.outputs[0].text
 
 
-async def test_many_readers_that_stall_slow_no_other(serve, idle) -> None:
+async def test_many_readers_that_stall_slow_no_other(serve, idle, caplog) -> None:
     async with serve() as live, narrow_channel(live.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         stalled = []
@@ -104,3 +105,6 @@ async def test_many_readers_that_stall_slow_no_other(serve, idle) -> None:
         for call in stalled:
             call.cancel()
         await idle(live)
+        assert live.frontend.request_stats.outcomes()["cancelled"] == 16
+    # that they left is no error of the server's
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

@@ -100,13 +100,15 @@ async def test_a_cancel_inside_the_server_leaves_no_client_hanging(streams: bool
 
 @pytest.mark.parametrize("ending", ["cancel", "deadline"])
 @pytest.mark.parametrize("blocked_in", ["handler", "write"])
-async def test_a_stream_that_its_client_leaves_is_closed_at_once(ending: str, blocked_in: str) -> None:
+async def test_a_stream_that_its_client_leaves_is_closed_at_once(ending: str, blocked_in: str, caplog) -> None:
     seen = SimpleNamespace(closed=asyncio.Event())
+    # Some fill the window of a client that does not read.
+    padded = AbortResponse.FromString(AbortResponse(aborted=True).SerializeToString() + b"\x7a\xff\x7f" + b" " * 16383)
 
     async def handler(request, context):
         try:
             while True:
-                yield AbortResponse(aborted=True)
+                yield padded
                 if blocked_in == "handler":
                     await asyncio.Event().wait()
         finally:
@@ -116,9 +118,11 @@ async def test_a_stream_that_its_client_leaves_is_closed_at_once(ending: str, bl
         stream = call(AbortRequest(), timeout=0.3 if ending == "deadline" else None)
         assert (await stream.read()).aborted
         if ending == "cancel":
+            await asyncio.sleep(0.3)  # long enough for the window to be full
             stream.cancel()
         async with asyncio.timeout(10):
             await seen.closed.wait()
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 async def test_an_abort_of_the_handlers_own_keeps_its_status() -> None:

@@ -81,7 +81,10 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
                 ):
                     async for message in messages:
                         limit.begin()
-                        await context.write(message)
+                        try:
+                            await context.write(message)
+                        except grpc.aio.InternalError as error:  # gRPC's word for it, where it comes before the cancel
+                            raise RequestAborted("the reader of the stream has left") from error
                         limit.end()
             except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001
                 await abort(method, error, context)
@@ -114,22 +117,25 @@ async def abort(method: str, error: BaseException, context: _Context) -> None:
     """End the call with the status of ``error``.
 
     Raises:
-        CancelledError: The call itself was cancelled; gRPC knows its status.
+        CancelledError: The call itself was cancelled; gRPC knows its status. Or there is nobody left to tell.
         AbortError: In all other cases.
     """
-    if isinstance(error, grpc.aio.AbortError):  # the health service's own answer
-        raise error
-    if isinstance(error, asyncio.CancelledError):
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+    try:
+        if isinstance(error, grpc.aio.AbortError):  # the health service's own answer
             raise error
-        # Something inside was cancelled, not the call: without a status the client would wait for ever.
-        error = RequestAborted("the request was ended inside the server")
-    assert isinstance(error, Exception)
-    error_id = ""
-    if is_internal(error):
-        error_id = secrets.token_hex(6)
-        traceback = None if isinstance(error, RunnerdError) else error
-        logger.error("error %s: %s failed: %s", error_id, method, type(error).__name__, exc_info=traceback)
-    status = to_status(error, error_id)
-    await context.abort(status.code, status.details, status.trailing_metadata)
+        if isinstance(error, asyncio.CancelledError):
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise error
+            # Something inside was cancelled, not the call: without a status the client would wait for ever.
+            error = RequestAborted("the request was ended inside the server")
+        assert isinstance(error, Exception)
+        error_id = ""
+        if is_internal(error):
+            error_id = secrets.token_hex(6)
+            traceback = None if isinstance(error, RunnerdError) else error
+            logger.error("error %s: %s failed: %s", error_id, method, type(error).__name__, exc_info=traceback)
+        status = to_status(error, error_id)
+        await context.abort(status.code, status.details, status.trailing_metadata)
+    finally:
+        del error  # its traceback refers to this frame: only a collection of garbage would free the two
