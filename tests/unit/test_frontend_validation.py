@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,6 +72,7 @@ def fields(generation: Generation, served: ServedModel = SERVED) -> list[str]:
         *(("typical_p", value, "sampling.typical_p") for value in (1.5, 0.0, math.nan)),
         *(("seed", value, "sampling.seed") for value in (-1, 2**64)),
         *(("repetition_penalty", value, "sampling.repetition_penalty") for value in (0.0, -1.0, math.inf, math.nan)),
+        *(("repetition_penalty", value, "sampling.repetition_penalty") for value in (1e-40, 9e-7, 1.1e6)),
         *(("presence_penalty", value, "sampling.presence_penalty") for value in (-2.1, 2.1, math.nan)),
         *(("frequency_penalty", value, "sampling.frequency_penalty") for value in (-2.1, 2.1, math.inf)),
         *(("beam_width", value, "sampling.beam_width") for value in (0, 2)),
@@ -120,6 +122,8 @@ def test_wrong_value_is_refused_by_the_name_of_its_field(name: str, value: Any, 
         ("min_p", 1.0),
         ("typical_p", 1.0),
         ("seed", 2**64 - 1),
+        ("repetition_penalty", float(np.float32(1e-6))),
+        ("repetition_penalty", 1e6),
         ("beam_width", 1),
         ("logit_bias", {0: -100.0, 256: 100.0}),
         ("max_tokens", 62),
@@ -344,6 +348,13 @@ def test_another_model_is_not_found() -> None:
             "chat.add_generation_prompt",
         ),
         (ChatPrompt(({"role": "user", "content": "x"},), chat_template="{{ open"), "chat.chat_template"),
+        *(
+            (
+                ChatPrompt(({"role": "user", "content": "x"},), template_kwargs={name: "y", "documents": []}),
+                f"chat.chat_template_kwargs[{name}]",
+            )
+            for name in ("messages", "tools", "add_generation_prompt")
+        ),
     ],
 )
 def test_wrong_conversation_is_refused(chat: ChatPrompt, field: str) -> None:

@@ -514,7 +514,8 @@ type ChatPrompt struct {
 	Tools []*structpb.Struct `protobuf:"bytes,4,rep,name=tools,proto3" json:"tools,omitempty"`
 	// A Jinja template to use instead of the model's own. Default: the model's own.
 	ChatTemplate *string `protobuf:"bytes,5,opt,name=chat_template,json=chatTemplate,proto3,oneof" json:"chat_template,omitempty"`
-	// Further variables for the template. Default: none.
+	// Further variables for the template; none of them messages, tools or add_generation_prompt, which have fields of
+	// their own. Default: none.
 	ChatTemplateKwargs *structpb.Struct `protobuf:"bytes,6,opt,name=chat_template_kwargs,json=chatTemplateKwargs,proto3" json:"chat_template_kwargs,omitempty"`
 }
 
@@ -858,7 +859,7 @@ type SamplingParams struct {
 	// Same seed, same answer: each token's randomness is a function of the seed and its position in the output.
 	// Default: the server draws one and returns it.
 	Seed *uint64 `protobuf:"varint,6,opt,name=seed,proto3,oneof" json:"seed,omitempty"`
-	// Penalty on tokens of prompt and output; above 1 discourages. Range: above 0. Default: 1 (off).
+	// Penalty on tokens of prompt and output; above 1 discourages. Range: 1e-6 to 1e6. Default: 1 (off).
 	RepetitionPenalty *float32 `protobuf:"fixed32,7,opt,name=repetition_penalty,json=repetitionPenalty,proto3,oneof" json:"repetition_penalty,omitempty"`
 	// Subtracted from the logit of each token of the output. Range: -2 to 2. Default: 0.
 	PresencePenalty *float32 `protobuf:"fixed32,8,opt,name=presence_penalty,json=presencePenalty,proto3,oneof" json:"presence_penalty,omitempty"`

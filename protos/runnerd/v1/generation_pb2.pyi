@@ -286,7 +286,9 @@ class ChatPrompt(google.protobuf.message.Message):
 
     @property
     def chat_template_kwargs(self) -> google.protobuf.struct_pb2.Struct:
-        """Further variables for the template. Default: none."""
+        """Further variables for the template; none of them messages, tools or add_generation_prompt, which have fields of
+        their own. Default: none.
+        """
 
     def __init__(
         self,
@@ -463,7 +465,7 @@ class SamplingParams(google.protobuf.message.Message):
     Default: the server draws one and returns it.
     """
     repetition_penalty: builtins.float
-    """Penalty on tokens of prompt and output; above 1 discourages. Range: above 0. Default: 1 (off)."""
+    """Penalty on tokens of prompt and output; above 1 discourages. Range: 1e-6 to 1e6. Default: 1 (off)."""
     presence_penalty: builtins.float
     """Subtracted from the logit of each token of the output. Range: -2 to 2. Default: 0."""
     frequency_penalty: builtins.float

@@ -25,6 +25,10 @@ MAX_TEXT_CHARACTERS = 1024
 _MAX_ITEMS_SHOWN = 16
 """Violations reported of one list; the rest is counted."""
 _MAX_VIOLATIONS = 256
+_REPETITION_PENALTIES = (9.999999e-7, 1e6)
+"""A logit times or divided by one of these is a number in float32; 1e-6 is a little less in the message's float."""
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
+"""Variables of a chat template that have a field of their own."""
 _INT32 = range(-(2**31), 2**31)
 _Key = TypeVar("_Key")
 
@@ -132,7 +136,8 @@ class _Checker:
         self._number("sampling.min_p", g.min_p, "0 to 1", lambda v: 0 <= v <= 1)
         self._number("sampling.typical_p", g.typical_p, "above 0, up to 1", lambda v: 0 < v <= 1)
         self._number("sampling.seed", g.seed, "0 to 2**64 - 1", lambda v: 0 <= v < 2**64)
-        self._number("sampling.repetition_penalty", g.repetition_penalty, "above 0", lambda v: v > 0)
+        least, most = _REPETITION_PENALTIES
+        self._number("sampling.repetition_penalty", g.repetition_penalty, "1e-6 to 1e6", lambda v: least <= v <= most)
         self._number("sampling.presence_penalty", g.presence_penalty, "-2 to 2", lambda v: -2 <= v <= 2)
         self._number("sampling.frequency_penalty", g.frequency_penalty, "-2 to 2", lambda v: -2 <= v <= 2)
         self._number("sampling.beam_width", g.beam_width, "at least 1", lambda v: v >= 1)
@@ -263,6 +268,9 @@ def check_conversation(chat: ChatPrompt, served: ServedModel, violations: Violat
         return
     if chat.chat_template is not None and not served.request_templates:
         violations.add("chat.chat_template", "this server takes no templates from requests; leave it out")
+    for name in _OWN_VARIABLES:
+        if name in chat.template_kwargs:
+            violations.add(f"chat.chat_template_kwargs[{name}]", f"would be hidden by chat.{name}; set that instead")
     for index, message in enumerate(chat.messages):
         if not message.get("role"):
             violations.add(f"chat.messages[{index}].role", "is empty, expected such as user, assistant or system")
