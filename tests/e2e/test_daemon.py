@@ -171,6 +171,7 @@ def test_a_file_that_is_no_socket_is_left_alone(runnerd, tmp_path) -> None:
         (("--runner", "sim", "--unix-socket", f"/tmp/{'x' * 300}"), "name too long; give another path"),
         (("--runner", "sim", "--unix-socket", "/no/such/folder/x.sock"), "/no/such/folder is not a folder"),
         (("--runner", "sim", "--max-message-bytes", "2GiB"), "up to 1GiB"),
+        (("--runner", "sim", "--metrics-port", "0", "--metrics-host", "192.0.2.1"), "give another --metrics-host"),
     ],
     ids=lambda value: value[1] if isinstance(value, tuple) else "",
 )
@@ -205,6 +206,17 @@ def test_a_model_that_is_not_there_is_refused_before_anybody_can_connect(runnerd
 def test_the_largest_message_size_that_is_taken_can_be_served(daemon) -> None:
     with Client(daemon("--max-message-bytes", "1GiB").wait_until_ready()) as client:
         assert client.server_info().max_message_bytes == 2**30
+        assert client.generate("x", max_tokens=1).outputs
+
+
+def test_the_largest_settings_that_are_taken_can_be_told(daemon) -> None:
+    sizes = ("--max-n", "65536", "--max-logprobs", "2147483647", "--max-num-batched-tokens", "2147483647")
+    times = ("--priority-ageing", "1e9", "--queue-timeout", "1e9", "--stall-timeout", "1e9", "--step-timeout", "1e9")
+    with Client(
+        daemon(*sizes, *times, "--guide-timeout", "1e9", "--drain-seconds", "1e9").wait_until_ready()
+    ) as client:
+        assert client.server_info().max_num_batched_tokens == 2**31 - 1
+        assert client.model_info().max_n == 65536
         assert client.generate("x", max_tokens=1).outputs
 
 

@@ -121,7 +121,7 @@ def test_a_time_to_drain_that_is_none_is_refused(capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["drain", "--drain-seconds", "-1"])
     assert caught.value.code == 2
-    assert "expected seconds, 0 or more, got '-1'" in capsys.readouterr().err
+    assert "expected seconds, 0 or from 0.000001 to 1000000000, got '-1'" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(BUF is None, reason="needs buf, of the package buf-bin")

@@ -116,8 +116,18 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
         ("max-message-bytes", "1025MiB", "a number of bytes up to 1GiB"),
         ("max-message-bytes", "much", "a number of bytes up to 1GiB"),
         ("async-execution", "maybe", "one of auto, required, off"),
-        ("drain-seconds", "-1", "seconds, 0 or more"),
-        ("drain-seconds", "inf", "seconds, 0 or more"),
+        ("drain-seconds", "-1", "seconds, 0 or from"),
+        ("drain-seconds", "inf", "seconds, 0 or from"),
+        ("priority-ageing", "1e300", "seconds, 0 or from 0.000001 to 1000000000"),
+        ("priority-ageing", "1e-300", "seconds, 0 or from 0.000001 to 1000000000"),
+        ("max-num-seqs", "5000000000", "a whole number from 1 to 65536"),
+        ("max-n", "99999999999", "a whole number from 1 to 65536"),
+        ("max-num-batched-tokens", "99999999999", "a whole number from 1 to 2147483647"),
+        ("max-guide-bytes", "2GiB", "a number of bytes up to 1GiB"),
+        ("kv-cache-memory-bytes", "99999999999GiB", "a number of bytes below 2**63"),
+        ("otlp-traces-endpoint", "x", "a URL, such as http://127.0.0.1:4317"),
+        ("otlp-traces-endpoint", "localhost:4317", "a URL"),
+        ("otlp-traces-endpoint", "http://[::1", "a URL"),
         ("log-level", "loud", "one of debug, info, warning, error"),
         ("runner", " ", "a text that is not empty"),
     ],
@@ -127,6 +137,14 @@ def test_a_wrong_value_is_refused_with_its_source(name: str, given: str, expecte
         load({name: given})
     assert f"--{name}: expected {expected}" in str(caught.value)
     assert repr(given) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "setting", [one for one in SETTINGS if one.metavar in ("N", "SIZE", "SECONDS")], ids=lambda one: one.name
+)
+def test_no_number_is_larger_than_what_can_be_told_and_used(setting) -> None:
+    with pytest.raises(ConfigurationError, match=f"--{setting.name}: expected .*, got '9{{20}}'"):
+        load({setting.name: "9" * 20})
 
 
 def test_the_variable_that_kubernetes_sets_is_explained() -> None:

@@ -53,8 +53,8 @@ def add_parser(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model over gRPC",
-        description="Serve a model over gRPC until SIGTERM, SIGINT or SIGHUP; live requests then finish, a second SIGTERM "
-        "or SIGINT stops at once.",
+        description="Serve a model over gRPC until SIGTERM, SIGINT or SIGHUP; live requests then finish, a second "
+        "SIGTERM or SIGINT stops at once.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

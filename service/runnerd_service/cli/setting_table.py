@@ -19,11 +19,15 @@ from runnerd_service.cli.values import (
     seconds,
     share,
     text,
+    url,
 )
 from runnerd_service.telemetry.logs import LogFormat
 
 ENVIRONMENT_PREFIX = "RUNNERD_"
 LOG_FORMATS: tuple[LogFormat, ...] = ("text", "json")
+MAX_NUM_SEQS = 65_536
+"""Each is a slot, whose tables are made at the start."""
+MAX_OUTPUTS = 65_536
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 Owner = Literal["engine", "server", "security", "tenant", "process"]
@@ -65,7 +69,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("runner", "engine", text, "what computes the tokens; see `runnerd runners`", "NAME"),
     Setting("dtype", "engine", text, "data type of weights and activations, or auto", "DTYPE"),
     Setting("max-model-len", "engine", count(2), "most tokens of a request, prompt and output", "N"),
-    Setting("max-num-seqs", "engine", count(1), "requests that run at once", "N"),
+    Setting("max-num-seqs", "engine", count(1, MAX_NUM_SEQS), "requests that run at once", "N"),
     Setting("max-num-batched-tokens", "engine", count(1), "most tokens in one step", "N"),
     Setting("block-size", "engine", count(1), "tokens in a KV block", "N"),
     Setting("kv-cache-memory-bytes", "engine", byte_size, "size of the KV cache: 512MiB, 2GiB", "SIZE", "memory_bytes"),
@@ -121,7 +125,7 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "otlp-traces-endpoint",
         "server",
-        text,
+        url,
         "URL of a collector (OTLP over gRPC) that traces of requests are sent to; needs 'runnerd[otel]' "
         "(default: what OTEL_EXPORTER_OTLP_ENDPOINT says, or no traces)",
         "URL",
@@ -130,12 +134,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("served-model-name", "server", text, "name of the model in requests and answers", "NAME"),
     Setting("chat-template", "server", text, "path of a Jinja file to use instead of the model's template", "PATH"),
     Setting("request-templates", "server", boolean, "take chat templates from requests, and run them apart"),
-    Setting("max-n", "server", count(1), "most outputs of a request", "N"),
+    Setting("max-n", "server", count(1, MAX_OUTPUTS), "most outputs of a request", "N"),
     Setting("max-logprobs", "server", count(0), "most alternatives per token that a request may ask for", "N"),
     Setting("max-stop-strings", "server", count(0), "most stop strings of a request", "N"),
     Setting("max-bad-words", "server", count(0), "most bad words of a request", "N"),
     Setting("max-logit-bias", "server", count(0), "most tokens of a request with a bias (default: as there are)", "N"),
-    Setting("max-guide-bytes", "server", byte_size, "largest guide of guided decoding: 256KiB", "SIZE"),
+    Setting("max-guide-bytes", "server", message_size, "largest guide of guided decoding: 256KiB", "SIZE"),
     Setting(
         "guide-timeout",
         "server",

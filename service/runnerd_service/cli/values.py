@@ -5,8 +5,14 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
+MAX_COUNT = 2**31 - 1
+"""What clients are told travels as 32 bits, and so do positions and lengths in the runners."""
+_MAX_BYTES = 2**63 - 1
+_LEAST_SECONDS, _MOST_SECONDS = 1e-6, 1e9
+"""Below, a time would be rounded to 0, which often means "no limit"; above, the timers end."""
 _MAX_MESSAGE_BYTES = 1 << 30
 """Protobuf ends at 2 GiB, and so do gRPC's own limits, which are above ours."""
 _METADATA_KEY = re.compile(r"[0-9a-z_.-]+")
@@ -30,16 +36,16 @@ def boolean(value: str) -> bool:
     raise ValueError("true or false")
 
 
-def count(least: int, most: int | None = None) -> Callable[[str], int]:
-    """Take a whole number of at least ``least`` and, unless None, at most ``most``."""
+def count(least: int, most: int = MAX_COUNT) -> Callable[[str], int]:
+    """Take a whole number of at least ``least`` and at most ``most``."""
 
     def parse(value: str) -> int:
         try:
             parsed = int(value)
         except ValueError:
             parsed = least - 1
-        if parsed < least or (most is not None and parsed > most):
-            raise ValueError(f"a whole number from {least}" + ("" if most is None else f" to {most}"))
+        if not least <= parsed <= most:
+            raise ValueError(f"a whole number from {least} to {most}")
         return parsed
 
     return parse
@@ -57,10 +63,10 @@ def integer(value: str) -> int:
 
 
 def seconds(value: str) -> float:
-    """Take a number of seconds, 0 or more."""
+    """Take a number of seconds: 0, or one that the timers can tell from it and can wait for."""
     parsed = _number(value)
-    if not parsed >= 0 or math.isinf(parsed):
-        raise ValueError("seconds, 0 or more")
+    if parsed != 0 and not _LEAST_SECONDS <= parsed <= _MOST_SECONDS:
+        raise ValueError(f"seconds, 0 or from {_LEAST_SECONDS:f} to {_MOST_SECONDS:.0f}")
     return parsed
 
 
@@ -75,10 +81,10 @@ def share(value: str) -> float:
 def byte_size(value: str) -> int:
     """Take a number of bytes: 1073741824, 512MiB, 2GiB, 1.5GB."""
     match = _SIZE.fullmatch(value.strip())
-    size = 0 if match is None else int(float(match[1]) * _UNITS[(match[2] or "").lower()])
-    if size < 1:
-        raise ValueError("a number of bytes, such as 512MiB or 2GiB")
-    return size
+    number = 0.0 if match is None else float(match[1]) * _UNITS[(match[2] or "").lower()]
+    if match is None or not 1 <= number < _MAX_BYTES:
+        raise ValueError("a number of bytes below 2**63, such as 512MiB or 2GiB")
+    return int(number)
 
 
 def message_size(value: str) -> int:
@@ -101,6 +107,18 @@ def metadata_size(value: str) -> int:
     if not 2 * 1024 <= size <= 1024 * 1024:
         raise ValueError("a number of bytes from 2KiB to 1MiB, such as 16KiB")
     return size
+
+
+def url(value: str) -> str:
+    """Take the URL of a collector: with a scheme and a host."""
+    try:
+        parts = urlsplit(value.strip())
+        _ = parts.port  # raises where it is none
+    except ValueError:
+        parts = urlsplit("")
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("a URL, such as http://127.0.0.1:4317")
+    return value.strip()
 
 
 def one_of(*choices: str) -> Callable[[str], str]:

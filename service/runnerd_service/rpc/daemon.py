@@ -60,7 +60,10 @@ class Signals:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Receive the signals of this process until the block ends. SIGHUP is left alone where it is ignored (nohup)."""
+        """Receive the signals of this process until the block ends.
+
+        SIGHUP is left alone where it is ignored (nohup).
+        """
         loop = asyncio.get_running_loop()
         handlers: dict[int, Callable[[], None]] = {signal.SIGTERM: self.received, signal.SIGINT: self.received}
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -58,7 +58,7 @@ class WebServer:
         except OSError as error:
             raise ConfigurationError(
                 f"cannot serve metrics on {self._host} port {port}: {error.strerror or error}; give another "
-                "--metrics-port, or --metrics-port 0 for a free one"
+                "--metrics-host or --metrics-port, or --metrics-port 0 for a free one"
             ) from error
         self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
         self._thread.start()
