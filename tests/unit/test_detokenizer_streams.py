@@ -41,7 +41,10 @@ def grow(stream: Detokenizer, ids: Sequence[int], sizes: Sequence[int] = (1,)) -
     """Give the pieces of text, one per token, the last with what was flushed."""
     pieces = [text for part in cut(ids, sizes) for text in stream.push(part)]
     assert len(pieces) == len(ids)
-    return [*pieces, stream.flush()]
+    is_unfinished = stream.inside_character
+    pieces.append(stream.flush())
+    assert bool(pieces[-1]) == is_unfinished
+    return pieces
 
 
 @pytest.fixture(scope="module")

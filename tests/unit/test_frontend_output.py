@@ -99,8 +99,7 @@ def test_parts_merged_in_any_way_give_the_whole(parts: list[list[int]], takes: l
     assert text == bytes(ids).decode(errors="replace")
     assert token_ids == ids
     assert finish == Finish("length", prompt_tokens=2, completion_tokens=len(ids), cached_tokens=1)
-    if not text.endswith("\ufffd"):
-        assert record_text == text
+    assert record_text == text
 
 
 @settings(deadline=None)
@@ -123,7 +122,7 @@ def test_stop_string_cuts_text_records_and_count(
     assert finish is not None
     matches = [(whole.find(stop) + len(stop), -len(stop), stop) for stop in stops if stop in whole]
     if not matches:
-        assert (text, token_ids, finish.reason) == (whole, ids, "length")
+        assert (text, record_text, token_ids, finish.reason) == (whole, whole, ids, "length")
         return
     end, _, stop = min(matches)
     assert text == (whole[:end] if include else whole[: end - len(stop)])
@@ -194,6 +193,36 @@ def test_unfinished_character_at_the_end_belongs_to_the_last_token() -> None:
 
     assert joined(chunks)[0] == "a\ufffd"
     assert [token.text for token in chunks[-1].tokens] == ["", "\ufffd"]
+
+
+@pytest.mark.parametrize("stops", [None, StopStrings(["zzz"])])
+@pytest.mark.parametrize("ending", ["length", "time_limit", "without a token"])
+@pytest.mark.parametrize("cumulative", [False, True])
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_records_have_the_text_of_an_output_that_is_cut_anywhere(
+    stops: StopStrings | None, ending: str, cumulative: bool, is_merged: bool
+) -> None:
+    whole = "a😀e\u0301ü".encode()
+    for cut in range(1, len(whole) + 1):
+        buffer = OutputBuffer(0, replace(REQUEST, stops=stops, cumulative=cumulative), TOKENIZER)
+        chunks = []
+        for number, token in enumerate(whole[:cut], start=1):
+            is_last = ending == "length" and number == cut
+            buffer.push(RequestOutput(uid=1, token_ids=(token,), finish="length" if is_last else None))
+            if not is_merged and (chunk := buffer.take()) is not None:
+                assert chunk.text or chunk.tokens or chunk.finish
+                chunks.append(chunk)
+        if ending == "time_limit":
+            buffer.end_by_time()
+        elif ending == "without a token":
+            buffer.push(RequestOutput(uid=1, token_ids=(), finish="length"))
+        if (chunk := buffer.take()) is not None:
+            chunks.append(chunk)
+        text, token_ids, record_text, finish = joined(chunks[-1:] if cumulative else chunks)
+        assert text == record_text == whole[:cut].decode(errors="replace")
+        assert token_ids == [*whole[:cut]]
+        assert finish is not None
+        assert finish.completion_tokens == cut
 
 
 def test_replacement_character_that_is_a_stop_string_is_found_at_the_end() -> None:

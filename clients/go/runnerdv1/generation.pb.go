@@ -1426,7 +1426,8 @@ func (x *Choices) GetTexts() []string {
 }
 
 // One output token. In delta streams the records of a message belong to exactly the tokens that are new in it; a token
-// that may still turn out to be a part of a stop string comes when that is decided.
+// that may still turn out to be a part of a stop string comes when that is decided, and one that leaves a character
+// unfinished with the next, or with the end of the output.
 type Token struct {
 	state         protoimpl.MessageState
 	sizeCache     protoimpl.SizeCache

@@ -732,7 +732,8 @@ Global___Choices: typing_extensions.TypeAlias = Choices
 @typing.final
 class Token(google.protobuf.message.Message):
     """One output token. In delta streams the records of a message belong to exactly the tokens that are new in it; a token
-    that may still turn out to be a part of a stop string comes when that is decided.
+    that may still turn out to be a part of a stop string comes when that is decided, and one that leaves a character
+    unfinished with the next, or with the end of the output.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor

@@ -20,6 +20,11 @@ _NEW_UTF8_DECODER = codecs.getincrementaldecoder("utf-8")
 class Detokenizer(Protocol):
     """Decodes one output as it grows."""
 
+    @property
+    def inside_character(self) -> bool:
+        """Whether text waits for the rest of a character: :meth:`flush` would give some."""
+        ...
+
     def push(self, token_ids: Sequence[int]) -> list[str]:
         """Give for each of the next tokens the text that became complete with it."""
         ...
@@ -63,17 +68,17 @@ class PieceDetokenizer:
         self._table = table
         self._whole_texts = table.whole_texts
         self._decoder = _NEW_UTF8_DECODER("replace")
-        self._inside_character = False
+        self.inside_character = False
         self._at_first = drops_first_space
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
         """Give for each of the next tokens the text that became complete with it."""
         texts = []
         for token_id in token_ids:
-            text = None if self._inside_character else self._whole_texts.get(token_id)
+            text = None if self.inside_character else self._whole_texts.get(token_id)
             if text is None:
                 text = self._decoder.decode(self._table.bytes_of(token_id))
-                self._inside_character = bool(self._decoder.getstate()[0])
+                self.inside_character = bool(self._decoder.getstate()[0])
             if self._at_first and text:
                 self._at_first = False
                 text = text.removeprefix(" ")
@@ -82,6 +87,7 @@ class PieceDetokenizer:
 
     def flush(self) -> str:
         """Give the unfinished character as U+FFFD."""
+        self.inside_character = False
         return self._decoder.decode(b"", final=True)
 
 
@@ -99,6 +105,7 @@ class WindowDetokenizer:
         self._window = list(context[-5:])
         self._num_given = len(self._window)
         self._given = decode(self._window) if self._window else ""
+        self.inside_character = False
 
     def push(self, token_ids: Sequence[int]) -> list[str]:
         """Give for each of the next tokens the text that became complete with it."""
@@ -106,12 +113,15 @@ class WindowDetokenizer:
 
     def flush(self) -> str:
         """Give what the window's text has beyond what was given."""
+        self.inside_character = False
         return self._decode(self._window)[len(self._given) :] if self._window else ""
 
     def _push_one(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(_REPLACEMENT) or len(text) <= len(self._given):
+        has_more = len(text) > len(self._given)
+        self.inside_character = has_more and text.endswith(_REPLACEMENT)
+        if self.inside_character or not has_more:
             return ""
         new = text[len(self._given) :]
         # The tokens given last become the context of the next ones; older ones cannot change the text any more.

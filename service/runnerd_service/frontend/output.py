@@ -32,7 +32,8 @@ class _HeldToken:
 class OutputBuffer:
     """What one output has that was not taken yet. Each token counts and each text appears once, whatever is merged.
 
-    The records' texts joined are the output's text: what a stop string cuts from the one is cut from the other.
+    The records' texts joined are the output's text: what a stop string cuts from the one is cut from the other, and the
+    last token's record is kept while its character is unfinished: it gets U+FFFD if nothing more comes.
 
     Args:
         index: The output's.
@@ -88,7 +89,7 @@ class OutputBuffer:
                 self._num_tokens += 1
                 if self._hold(self._checker, token_id, text, record):
                     return True
-            self._release_held(self._checker.num_safe)
+            self._release_held(self._checker.num_safe, keeps_last=self._detokenizer.inside_character)
         if output.finish is not None:
             self._end(output)
         return False
@@ -107,8 +108,12 @@ class OutputBuffer:
         self._texts.clear()
         tokens: tuple[TokenRecord, ...] = ()
         if self._tokens:
+            is_last_kept = self.finish is None and self._checker is None and self._detokenizer.inside_character
+            kept = [self._tokens.pop()] if is_last_kept else []
             tokens = tuple(self._record(*token) for token in self._tokens)
-            self._tokens.clear()
+            self._tokens = kept
+            if not (text or tokens):
+                return None
         if self._cumulative:
             self._taken_texts.append(text)
             self._taken_tokens.extend(tokens)
@@ -156,10 +161,11 @@ class OutputBuffer:
         self._release_held(cut)
         self._finish_as("stop", stop_string=match.stop)
 
-    def _release_held(self, up_to: int) -> None:
+    def _release_held(self, up_to: int, *, keeps_last: bool = False) -> None:
         """Release text up to a position of the output's text, and the tokens whose text ends there or before."""
         settled: list[_HeldToken] = []
-        while self._held_tokens and self._held_tokens[0].end <= up_to:
+        num_kept = 1 if keeps_last else 0
+        while len(self._held_tokens) > num_kept and self._held_tokens[0].end <= up_to:
             settled.append(self._held_tokens.popleft())
         length = up_to - self._num_released
         text, self._held_text = self._held_text[:length], self._held_text[length:]
