@@ -90,6 +90,9 @@ def test_parts_of_text_are_joined_as_they_are() -> None:
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "failed on the conversation"),
         ("{{ ().__class__.__base__.__subclasses__() }}", "refused"),
         ("{{ messages.append(1) }}", "refused"),
+        ("{{ cycler() }}", "at least one item"),
+        ("{{ 'x'.encode('nocodec') }}", "unknown encoding: nocodec"),
+        ("{{ 'x' | truncate(-5) }}", "expected length >= 3"),
     ],
 )
 def test_template_that_fails_is_an_error_of_the_conversation(source: str, message: str) -> None:
@@ -104,14 +107,31 @@ def test_message_that_the_template_leaves_out_cannot_be_continued() -> None:
     assert failure.value.field == "chat.continue_final_message"
 
 
-def test_broken_template_is_told_at_once() -> None:
-    with pytest.raises(ChatTemplateError, match="not a chat template"):
-        ChatTemplate("{% for %}", SPECIAL)
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{% for %}", "Expected an expression"),
+        ("{% break %}", "'break' outside loop"),
+        ("{{ 10**5000 }}", "4300 digits"),
+        ("{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}", "nested too deeply"),
+    ],
+)
+def test_broken_template_is_told_at_once(source: str, message: str) -> None:
+    with pytest.raises(ChatTemplateError, match=f"not a chat template: .*{message}"):
+        ChatTemplate(source, SPECIAL)
 
 
 def render(renderer: ChatRenderer, chat: ChatPrompt) -> tuple[str | None, list[str]]:
     violations = Violations()
     return renderer.render(chat, violations), [one.field for one in violations.found]
+
+
+def refusal(source: str) -> str:
+    """Give what is said of a request's template that cannot be rendered."""
+    violations = Violations()
+    assert ChatRenderer({}, SPECIAL).render(ChatPrompt(CHAT, chat_template=source), violations) is None
+    (found,) = violations.found
+    return f"{found.field}: {found.description}"
 
 
 def test_template_of_the_request_is_used_instead_of_the_models() -> None:
@@ -129,13 +149,20 @@ def test_template_of_the_request_that_fails_is_a_violation() -> None:
 
 
 @pytest.mark.parametrize(
-    "source",
-    ["{{ 'x' * 4000000000 }}", "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"],
+    ("source", "what"),
+    [
+        ("{{ 'x' * 4000000000 }}", "needed more than 1024 MiB"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "took more than 2 seconds"),
+        ("{% for a in range(70) %}{{ 'x' * 1000000 }}{% endfor %}", "gave more than 64 MiB of text"),
+    ],
 )
-def test_template_of_the_request_cannot_use_up_the_server(source: str) -> None:
-    renderer = ChatRenderer({"default": PLAIN}, SPECIAL)
+def test_template_of_the_request_cannot_use_up_the_server(source: str, what: str) -> None:
+    assert refusal(source) == f"chat.chat_template: rendering {what}; use a simpler template"
 
-    assert render(renderer, ChatPrompt(CHAT, chat_template=source)) == (None, ["chat.chat_template"])
+
+def test_template_of_the_request_that_fails_is_told_why() -> None:
+    assert refusal("{{ cycler() }}").startswith("chat: the chat template failed on the conversation: at least one item")
+    assert refusal("{% break %}").startswith("chat.chat_template: not a chat template: 'break' outside loop")
 
 
 def test_model_without_a_template_refuses_conversations_and_says_what_helps() -> None:

@@ -46,8 +46,10 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = _environment().from_string(source)
-        except TemplateError as error:
-            raise ChatTemplateError("chat.chat_template", f"not a chat template: {error}") from error
+        except MemoryError:
+            raise
+        except Exception as error:  # jinja2 computes constants here, and Python compiles what it made of the rest
+            raise ChatTemplateError("chat.chat_template", f"not a chat template: {_told(error)}") from error
 
     def render(self, chat: ChatPrompt) -> str:
         """Give the conversation as the model reads it.
@@ -72,10 +74,19 @@ class ChatTemplate:
         try:
             text = self._template.render(variables)
         except TemplateError as error:
-            raise ChatTemplateError("chat", f"the chat template refused the conversation: {error.message}") from error
-        except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError, RecursionError) as error:
-            raise ChatTemplateError("chat", f"the chat template failed on the conversation: {error}") from error
+            raise ChatTemplateError("chat", f"the chat template refused the conversation: {_told(error)}") from error
+        except MemoryError:
+            raise
+        except Exception as error:  # whatever the functions raise that a template may call
+            raise ChatTemplateError("chat", f"the chat template failed on the conversation: {_told(error)}") from error
         return _cut_open_end(text) if chat.continue_final_message else text
+
+
+def _told(error: Exception) -> str:
+    """Give what the error says, or its kind where it says nothing."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply, or calls itself without end"
+    return str(error) or type(error).__name__
 
 
 def _cut_open_end(text: str) -> str:
