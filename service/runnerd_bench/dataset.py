@@ -16,6 +16,9 @@ FIRST_ORDINARY_ID = 100
 """Random prompts have no token id below this in vocabularies that are much larger: the lowest ones steer the model."""
 
 
+_MAX_LENGTH = 2**31 - 1
+
+
 class DatasetError(Exception):
     """The requests cannot be made as they were asked for."""
 
@@ -111,8 +114,8 @@ def _read_line(line: str, where: str, default_output_len: int, as_chat: bool) ->
     if unknown := record.keys() - {"prompt", "messages", "output_len"}:
         raise DatasetError(f"{where}: unknown key {min(unknown)!r}; known: prompt, messages, output_len")
     output_len = record.get("output_len", default_output_len)
-    if isinstance(output_len, bool) or not isinstance(output_len, int) or output_len < 1:
-        raise DatasetError(f"{where}: output_len is {output_len!r}; expected a whole number from 1")
+    if isinstance(output_len, bool) or not isinstance(output_len, int) or not 1 <= output_len <= _MAX_LENGTH:
+        raise DatasetError(f"{where}: output_len is {output_len!r}; expected a whole number from 1 to {_MAX_LENGTH}")
     return BenchRequest(_prompt(record, where, as_chat), output_len)
 
 
@@ -123,10 +126,23 @@ def _prompt(record: dict[str, Any], where: str, as_chat: bool) -> str | list[Cha
     if prompt is not None:
         if not isinstance(prompt, str) or not prompt:
             raise DatasetError(f"{where}: prompt: expected a text that is not empty")
+        _check_text(prompt, f"{where}: prompt")
         return [{"role": "user", "content": prompt}] if as_chat else prompt
     if not isinstance(messages, list) or not messages or not all(map(_is_turn, messages)):
         raise DatasetError(f'{where}: messages: expected a list of {{"role": TEXT, "content": TEXT}}')
+    for index, one in enumerate(messages):
+        for key, value in one.items():
+            _check_text(value, f"{where}: messages[{index}].{key}")
     return [ChatTurn(role=one["role"], content=one["content"]) for one in messages]
+
+
+def _check_text(text: str, where: str) -> None:
+    """Refuse what JSON can write and no message can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        lone = text[error.start : error.end]
+        raise DatasetError(f"{where}: {lone!r} is half a character (a lone surrogate); write the whole one") from error
 
 
 def _is_turn(value: object) -> bool:

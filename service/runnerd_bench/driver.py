@@ -87,5 +87,7 @@ class Driver:
                 record.error = "the stream ended without a finish"
         except RunnerdError as error:
             record.error = f"{error.code.name}: {error}"
+        except (ValueError, TypeError) as error:  # what no request can hold
+            record.error = str(error)
         record.end = time.perf_counter() - begin
         record.text = "".join(texts)

@@ -85,6 +85,34 @@ def test_prompts_come_from_a_file(bench, tmp_path) -> None:
     assert "has 2 prompts for --num-prompts 3" in err
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (r'{"prompt": "a\ud800"}', r"prompts.jsonl:1: prompt: '\ud800' is half a character"),
+        (
+            r'{"messages": [{"role": "user", "content": "\udfff"}]}',
+            r"prompts.jsonl:1: messages[0].content: '\udfff' is half a character",
+        ),
+        (
+            '{"prompt": "a", "output_len": 99999999999}',
+            "output_len is 99999999999; expected a whole number from 1 to 2",
+        ),
+    ],
+)
+def test_what_no_request_can_hold_is_told_by_its_line(bench, tmp_path, line: str, message: str) -> None:
+    (tmp_path / "prompts.jsonl").write_text(line)
+    code, result, _, err = bench("--dataset-name", "custom", "--dataset-path", str(tmp_path / "prompts.jsonl"))
+    assert (code, result) == (2, None)
+    assert message in err
+
+
+def test_an_option_that_no_request_can_hold_is_told(bench) -> None:
+    form = ["--random-input-len", "8", "--random-output-len", "4", "--num-prompts", "2", "--num-warmups", "0"]
+    code, result, _, err = bench(*form, "--cache-salt", "\udcff")
+    assert (code, result["failed"]) == (1, 2)
+    assert "2 failed: cache_salt is '\\udcff', which does not fit its field" in err
+
+
 def test_requests_that_fail_are_counted_and_told(bench) -> None:
     form = ["--random-input-len", "9000", "--random-output-len", "4", "--num-prompts", "3", "--num-warmups", "0"]
     code, result, out, err = bench(*form)
@@ -112,6 +140,10 @@ def test_two_results_are_compared(bench, tmp_path, capsys) -> None:
         (["--dataset-path", "x"], "--dataset-name custom"),
         (["--plot", "no/such/folder/x.png"], "no/such/folder/x.png"),
         (["--random-range-ratio", "2"], "--random-range-ratio"),
+        (
+            ["--result-dir", "x", "--metadata", "a=b"],
+            "--metadata, --result-dir: no result is written; add --save-result",
+        ),
         (
             ["--num-prompts", "100", "--compare", "a", "b"],
             "--compare measures nothing: leave out --address, --num-prompts",
@@ -142,6 +174,12 @@ def test_a_result_that_is_not_there_is_named(capsys) -> None:
         ["--max-concurrency", "0"],
         ["--metadata", "x"],
         ["--top-k", "-1"],
+        ["--seed", "99999999999999999999"],
+        ["--random-input-len", "99999999999"],
+        ["--random-output-len", "99999999999"],
+        ["--random-prefix-len", "99999999999"],
+        ["--request-rate", "1e-300"],
+        ["--burstiness", "inf"],
     ],
 )
 def test_a_wrong_value_is_told_by_its_flag(capsys, arguments: list[str]) -> None:

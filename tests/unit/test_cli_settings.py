@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runnerd_service.cli.main import build_parser
+from runnerd_service.cli.main import build_parser, main
 from runnerd_service.cli.setting_table import SETTINGS
 from runnerd_service.cli.settings import Settings, default_text, load_settings
 from runnerd_service.cli.values import byte_size
@@ -185,3 +185,19 @@ def test_a_variable_that_is_no_setting_is_refused_with_the_remedy(name: str, hin
 )
 def test_sizes_have_units(text: str, size: int) -> None:
     assert byte_size(text) == size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "message"),
+    [
+        (["--runner-option", "a=1", "--runner-option", "a=2"], {}, "--runner-option: a is given twice, as '1' and '2'"),
+        ([], {"RUNNERD_RUNNER_OPTION": "a=1,b=2,a=1"}, "RUNNERD_RUNNER_OPTION: a is given twice, as '1' and '1'"),
+    ],
+)
+def test_an_option_of_a_runner_that_is_given_twice_is_refused(
+    capsys, monkeypatch, arguments: list[str], environment: dict[str, str], message: str
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "--runner", "sim", *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -6,17 +6,13 @@ import argparse
 import math
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from runnerd_bench import plot
 from runnerd_bench.dataset import BenchRequest, DatasetError, RandomDataset, pick, read_jsonl
 from runnerd_bench.metrics import METRICS
 from runnerd_service.cli import values
 from runnerd_service.cli.connection import add_connection
-
-_T = TypeVar("_T")
 
 EPILOG = """\
 examples:
@@ -28,35 +24,39 @@ examples:
 """
 
 
-def _argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
-    """Make argparse show what ``parse`` expected."""
-
-    def convert(text: str) -> _T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from error
-
-    return convert
+_count_from_0 = values.argument(values.count(0))
+_count_from_1 = values.argument(values.count(1))
+_prompt_length = values.argument(values.count(1, 10_000_000))
+_prefix_length = values.argument(values.count(0, 10_000_000))
+_seed = values.argument(values.count(0, 2**63 - 1))
+_LEAST, _MOST = 1e-6, 1e9
 
 
-_count_from_0 = _argument(values.count(0))
-_count_from_1 = _argument(values.count(1))
-
-
-@_argument
+@values.argument
 def _positive(text: str) -> float:
-    """Take a number above 0; "inf" is one."""
+    """Take a number above 0 whose inverse is one, too."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not value > 0:
-        raise ValueError("a number above 0")
+    if not _LEAST <= value <= _MOST:
+        raise ValueError(f"a number from {_LEAST:f} to {_MOST:.0f}")
     return value
 
 
-@_argument
+@values.argument
+def _rate(text: str) -> float:
+    """Take a rate; "inf" is one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (_LEAST <= value <= _MOST or value == math.inf):
+        raise ValueError(f"a number from {_LEAST:f} to {_MOST:.0f}, or inf")
+    return value
+
+
+@values.argument
 def _percentiles(text: str) -> tuple[float, ...]:
     try:
         parsed = tuple(float(one) for one in text.split(","))
@@ -67,7 +67,7 @@ def _percentiles(text: str) -> tuple[float, ...]:
     return parsed
 
 
-@_argument
+@values.argument
 def _metric_names(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     if not set(names) <= METRICS.keys():
@@ -75,7 +75,7 @@ def _metric_names(text: str) -> tuple[str, ...]:
     return names
 
 
-@_argument
+@values.argument
 def _limit(text: str) -> tuple[str, float]:
     found = re.fullmatch(r"(ttft|tpot|e2el):(\d+(?:\.\d+)?)", text)
     if found is None:
@@ -83,7 +83,7 @@ def _limit(text: str) -> tuple[str, float]:
     return found[1], float(found[2])
 
 
-@_argument
+@values.argument
 def _pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not (key and equals):
@@ -127,7 +127,7 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
         help="random token ids, or the prompts of a JSONL file (default: random)",
     )
     group.add_argument(
-        "--random-input-len", type=_count_from_1, default=1024, metavar="N", help="prompt tokens (default: 1024)"
+        "--random-input-len", type=_prompt_length, default=1024, metavar="N", help="prompt tokens (default: 1024)"
     )
     group.add_argument(
         "--random-output-len", type=_count_from_1, default=128, metavar="N", help="output tokens (default: 128)"
@@ -141,7 +141,7 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--random-prefix-len",
-        type=_count_from_0,
+        type=_prefix_length,
         default=0,
         metavar="N",
         help="tokens that all prompts begin with, before their own",
@@ -164,7 +164,7 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="default: 0, greedy")
     group.add_argument("--top-p", type=float, metavar="X", help="default: the server's")
     group.add_argument("--top-k", type=_count_from_0, metavar="N", help="default: the server's")
-    group.add_argument("--seed", type=_count_from_0, default=0, metavar="N", help="of prompts, arrivals and sampling")
+    group.add_argument("--seed", type=_seed, default=0, metavar="N", help="of prompts, arrivals and sampling")
     group.add_argument(
         "--cache-salt",
         metavar="TEXT",
@@ -176,7 +176,7 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--max-concurrency", type=_count_from_1, metavar="N", help="most live requests (default: all)")
     group.add_argument(
         "--request-rate",
-        type=_positive,
+        type=_rate,
         default=math.inf,
         metavar="X",
         help="requests a second on average, in a Poisson process; inf: all at once (default)",
@@ -253,6 +253,11 @@ def check(arguments: argparse.Namespace) -> None:
     """
     if (arguments.dataset_name == "custom") != (arguments.dataset_path is not None):
         raise DatasetError("--dataset-name custom and --dataset-path go together; give both or neither")
+    of_a_file = sorted(
+        {flag for flag in arguments.given if flag in ("--result-dir", "--result-filename", "--metadata")}
+    )
+    if of_a_file and not (arguments.save_result or arguments.save_detailed):
+        raise DatasetError(f"{', '.join(of_a_file)}: no result is written; add --save-result or --save-detailed")
     arguments.goodput, arguments.metadata = dict(arguments.goodput), dict(arguments.metadata)
     if arguments.plot is not None:
         plot.check_available()

@@ -6,7 +6,8 @@ import argparse
 from typing import Any
 
 from runnerd_service.cli import exit_codes
-from runnerd_service.cli.settings import split_option
+from runnerd_service.cli.settings import split_options
+from runnerd_service.cli.values import argument, count, positive_seconds
 from runnerd_service.errors import ConfigurationError
 from runnerd_spi.testing import RULES, IsolatedKit, Job, Unusable, broken_text, result_line, summary
 
@@ -54,17 +55,19 @@ def add_parser(commands: Any) -> None:
         help="check this rule only; may be repeated (--list-rules shows them)",
     )
     parser.add_argument("--list-rules", action="store_true", help="show the rules and check nothing")
-    parser.add_argument("--seed", type=int, default=default.seed, metavar="N", help="seed of the first random trace")
+    parser.add_argument(
+        "--seed", type=argument(count(0)), default=default.seed, metavar="N", help="seed of the first random trace"
+    )
     parser.add_argument(
         "--traces",
-        type=int,
+        type=argument(count(0)),
         default=default.num_traces,
         metavar="N",
         help=f"random traces of rule T1 (default: {default.num_traces})",
     )
     parser.add_argument(
         "--timeout",
-        type=float,
+        type=argument(positive_seconds),
         default=default.limit,
         metavar="SECONDS",
         help=f"what one rule may take before the runner is taken to hang (default: {default.limit:g})",
@@ -83,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         return exit_codes.OK
     job = Job(
         target=arguments.name,
-        options=dict(split_option(one, "--option") for one in arguments.option),
+        options=split_options(arguments.option, "--option"),
         model=arguments.model,
         dtype=arguments.dtype,
         seed=arguments.seed,

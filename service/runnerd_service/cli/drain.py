@@ -8,7 +8,7 @@ from typing import Any
 from runnerd_client import DeadlineError
 from runnerd_service.cli import exit_codes
 from runnerd_service.cli.connection import CallFailed, add_connection, connected
-from runnerd_service.cli.values import seconds
+from runnerd_service.cli.values import argument, seconds
 
 _EPILOG = f"""\
 There is no way back: a drained server answers questions, and serves nothing until it is started anew. Interrupted or
@@ -37,7 +37,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--drain-seconds",
-        type=_seconds,
+        type=argument(seconds),
         metavar="SECONDS",
         help="live requests that take longer are ended (default: the server's --drain-seconds)",
     )
@@ -64,10 +64,3 @@ def run(arguments: argparse.Namespace) -> int:
             ) from error
     print("drained: all live requests ended by themselves" if completed else "drained: what took longer was ended")
     return exit_codes.OK if completed else exit_codes.FAILURE
-
-
-def _seconds(text: str) -> float:
-    try:
-        return seconds(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"expected {error}, got {text!r}") from error

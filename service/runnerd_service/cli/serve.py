@@ -17,7 +17,7 @@ from runnerd_service.cli import exit_codes
 from runnerd_service.cli.progress import ProgressReporter
 from runnerd_service.cli.runner_help import RunnerHelp
 from runnerd_service.cli.setting_table import SETTINGS, Setting, variable_of
-from runnerd_service.cli.settings import RUNNER_OPTION, default_text, load_settings, split_option
+from runnerd_service.cli.settings import RUNNER_OPTION, default_text, load_settings, split_options
 from runnerd_service.cli.systemd import keep_watchdog_fed, notify
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import ConfigurationError
@@ -85,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         settings = load_settings(
             flags=flags,
-            runner_options=dict(split_option(one, f"--{RUNNER_OPTION}") for one in arguments.runner_option),
+            runner_options=split_options(arguments.runner_option, f"--{RUNNER_OPTION}"),
             environment=os.environ,
             file=arguments.config,
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -94,16 +94,22 @@ def default_text(setting: Setting) -> str:
     return "" if value in (None, ()) else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def split_option(assignment: str, label: str) -> tuple[str, str]:
-    """Split ``name=value``.
+def split_options(assignments: Iterable[str], label: str) -> dict[str, str]:
+    """Split each ``name=value``.
 
     Raises:
-        ConfigurationError: There is no ``=``, or no name before it.
+        ConfigurationError: There is no ``=``, or no name before it, or a name comes twice.
     """
-    name, equals, value = assignment.partition("=")
-    if not equals or not name.strip():
-        raise ConfigurationError(f"{label}: expected name=value, got {assignment!r}")
-    return name.strip(), value
+    options: dict[str, str] = {}
+    for assignment in assignments:
+        name, equals, value = assignment.partition("=")
+        name = name.strip()
+        if not equals or not name:
+            raise ConfigurationError(f"{label}: expected name=value, got {assignment!r}")
+        if name in options:
+            raise ConfigurationError(f"{label}: {name} is given twice, as {options[name]!r} and {value!r}; keep one")
+        options[name] = value
+    return options
 
 
 def _read_file(path: Path) -> _Source:
@@ -155,7 +161,7 @@ def _read_environment(environment: Mapping[str, str]) -> _Source:
             source.labels[setting.name] = setting.variable
     variable = variable_of(RUNNER_OPTION)
     assignments = filter(None, environment.get(variable, "").split(","))
-    source.runner_options = dict(split_option(one, variable) for one in assignments)
+    source.runner_options = split_options(assignments, variable)
     return source
 
 

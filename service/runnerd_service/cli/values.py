@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Callable
+from typing import TypeVar
 from urllib.parse import urlsplit
+
+_T = TypeVar("_T")
 
 _UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "ki": 1024, "mi": 1024**2, "gi": 1024**3}
 MAX_COUNT = 2**31 - 1
@@ -17,6 +21,18 @@ _MAX_MESSAGE_BYTES = 1 << 30
 """Protobuf ends at 2 GiB, and so do gRPC's own limits, which are above ours."""
 _METADATA_KEY = re.compile(r"[0-9a-z_.-]+")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", re.IGNORECASE)
+
+
+def argument(parse: Callable[[str], _T]) -> Callable[[str], _T]:
+    """Make argparse show what ``parse`` expected."""
+
+    def convert(value: str) -> _T:
+        try:
+            return parse(value)
+        except ValueError as error:
+            raise ArgumentTypeError(f"expected {error}, got {value!r}") from error
+
+    return convert
 
 
 def text(value: str) -> str:
@@ -59,6 +75,14 @@ def integer(value: str) -> int:
         parsed = 2**31
     if not -(2**31) <= parsed < 2**31:
         raise ValueError("a whole number of 32 bits")
+    return parsed
+
+
+def positive_seconds(value: str) -> float:
+    """Take a number of seconds above 0 that the timers can wait for."""
+    parsed = _number(value)
+    if not _LEAST_SECONDS <= parsed <= _MOST_SECONDS:
+        raise ValueError(f"seconds from {_LEAST_SECONDS:f} to {_MOST_SECONDS:.0f}")
     return parsed
 
 
