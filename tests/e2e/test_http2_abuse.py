@@ -220,6 +220,18 @@ def windows_that_stay_shut(peer: Peer) -> None:
 
 
 @attack
+def windows_that_stay_shut_and_streams_that_are_reset(peer: Peer) -> None:
+    for stream in range(1, 21, 2):
+        peer.send(call(stream, message()))
+    next(kind for kind, _ in peer.frames() if kind == HEADERS)
+    time.sleep(0.1)  # for the others to be served as well
+    for stream in range(1, 21, 2):
+        peer.send(frame(RST_STREAM, 0, stream, struct.pack("!I", 8)))
+    peer.send(frame(PING, payload=bytes(8)))
+    next(kind for kind, _ in peer.frames() if kind == PING)
+
+
+@attack
 def a_window_that_overflows(peer: Peer) -> None:
     peer.send(call(1, message()))
     for _ in range(2):
@@ -301,7 +313,7 @@ def a_message_that_is_cut(peer: Peer) -> None:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_a_connection_that_breaks_the_rules_harms_no_other(witnessed: Abused, name: str) -> None:
-    window = 0 if name == "windows_that_stay_shut" else 65_535
+    window = 0 if name.startswith("windows_that_stay_shut") else 65_535
     with witnessed.http2((INITIAL_WINDOW_SIZE, window)) as peer:
         ATTACKS[name](peer)
 

@@ -136,6 +136,7 @@ async def abort(method: str, error: BaseException, context: _Context) -> None:
             traceback = None if isinstance(error, RunnerdError) else error
             logger.error("error %s: %s failed: %s", error_id, method, type(error).__name__, exc_info=traceback)
         status = to_status(error, error_id)
+        error.__traceback__ = None  # what gRPC raises refers to the error
         await context.abort(status.code, status.details, status.trailing_metadata)
     finally:
         del error  # its traceback refers to this frame: only a collection of garbage would free the two
