@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 from runnerd_bench.dataset import BenchRequest
 from runnerd_bench.record import RequestRecord
@@ -18,11 +19,13 @@ class Run:
     """What a run gave."""
 
     records: list[RequestRecord]
-    """Aligned with the requests."""
+    """Aligned with the requests; of an interrupted run, those that ended before."""
     seconds: float
     """From the start to the end of the last call."""
     client_cpu_seconds: float
     """CPU time of this process meanwhile."""
+    interrupted: bool = False
+    """Whether it was stopped before all requests ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,29 +47,42 @@ class Driver:
     keep_texts: bool = False
 
     async def run(
-        self, requests: Sequence[BenchRequest], due: Sequence[float], on_end: Callable[[RequestRecord], object]
+        self,
+        requests: Sequence[BenchRequest],
+        due: Sequence[float],
+        on_end: Callable[[RequestRecord], object],
+        stop: asyncio.Event | None = None,
     ) -> Run:
         """Send ``requests`` at their ``due`` times; those over ``max_concurrency`` wait for a place.
 
         A request's clock starts when it is sent, not while it waits here for a place. One that fails is recorded,
-        and the others go on.
+        and the others go on. When ``stop`` is set, the live ones are cancelled, and those that ended are given.
         """
+        stop = stop or asyncio.Event()
         records = [RequestRecord() for _ in requests]
+        ended = [False] * len(requests)
         places = nullcontext() if self.max_concurrency is None else asyncio.Semaphore(self.max_concurrency)
         cpu_before, begin = time.process_time(), time.perf_counter()
 
         async def send(index: int) -> None:
-            record = records[index]
             async with places:
-                await self._record(index, requests[index], record, begin)
-            on_end(record)
+                await self._record(index, requests[index], records[index], begin)
+            if not stop.is_set():
+                ended[index] = True
+                on_end(records[index])
 
-        async with asyncio.TaskGroup() as group:
-            for index, when in enumerate(due):
-                if (wait := begin + when - time.perf_counter()) > 0:
-                    await asyncio.sleep(wait)
-                group.create_task(send(index))
-        return Run(records, time.perf_counter() - begin, time.process_time() - cpu_before)
+        async def send_all() -> None:
+            async with asyncio.TaskGroup() as group:
+                for index, when in enumerate(due):
+                    if (wait := begin + when - time.perf_counter()) > 0:
+                        await asyncio.sleep(wait)
+                    group.create_task(send(index))
+
+        await _unless(stop, send_all())
+        seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_before
+        if all(ended):
+            return Run(records, seconds, cpu_seconds)
+        return Run([one for one, whole in zip(records, ended, strict=True) if whole], seconds, cpu_seconds, True)
 
     async def _record(self, index: int, request: BenchRequest, record: RequestRecord, begin: float) -> None:
         times, texts = record.message_times, list[str]()
@@ -91,3 +107,16 @@ class Driver:
             record.error = str(error)
         record.end = time.perf_counter() - begin
         record.text = "".join(texts)
+
+
+async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``, or cancel it as soon as ``stop`` is set."""
+    working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((working, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            await working
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.gather(working, stopping, return_exceptions=True)

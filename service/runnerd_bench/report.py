@@ -35,7 +35,16 @@ _COMPARED = (
     "output_throughput",
     "total_token_throughput",
 )
-_SETUP = ("model_id", "dataset_name", "num_prompts", "request_rate", "max_concurrency", "seed", "temperature")
+_SETUP = (
+    "model_id",
+    "dataset_name",
+    "num_prompts",
+    "request_rate",
+    "max_concurrency",
+    "seed",
+    "temperature",
+    "interrupted",
+)
 
 
 def table(result: Mapping[str, object], percentiles: Sequence[float], metrics: Sequence[str]) -> str:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
@@ -39,7 +43,9 @@ def test_the_published_form_counts_every_token(bench, address, tmp_path) -> None
         picture = tmp_path / "bench.png"
         code, result, out, err = bench(*form, *load, "--goodput", "e2el:600000", "--plot", str(picture))
         after = client.load()
-    assert (code, err) == (0, "")
+    assert code == 0
+    # what is sent is told where no bar can be
+    assert err == "runnerd: sending 1 (warm-up, up to 32 output tokens each)\nrunnerd: sending 48 (requests)\n"
     assert result["completed"] == result["num_prompts"] == result["max_concurrency"] == 48
     assert result["failed"] == 0
     assert (result["total_input_tokens"], result["total_output_tokens"]) == (48 * 64, 48 * 16)
@@ -187,6 +193,58 @@ def test_a_wrong_value_is_told_by_its_flag(capsys, arguments: list[str]) -> None
         main(["bench", *arguments])
     assert exit_.value.code == 2
     assert f"{arguments[0]}: expected" in capsys.readouterr().err
+
+
+def test_a_warm_up_is_short(bench, address) -> None:
+    with Client(address) as client:
+        before = client.load().generation_tokens
+        form = ["--random-input-len", "8", "--random-output-len", "100", "--num-prompts", "1", "--num-warmups", "2"]
+        assert bench(*form, "--ignore-eos")[0] == 0
+        assert client.load().generation_tokens - before == 2 * 32 + 100
+
+
+def test_what_finished_before_ctrl_c_is_reported_and_saved(address, tmp_path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    lengths = [2] * 5 + [8000] * 3
+    path.write_text("".join(f'{{"prompt": "abc", "output_len": {length}}}\n' for length in lengths))
+    form = ["--dataset-name", "custom", "--dataset-path", str(path), "--disable-shuffle", "--ignore-eos"]
+    saved = ["--save-detailed", "--result-dir", str(tmp_path), "--result-filename", "r.json"]
+    command = [sys.executable, "-m", "runnerd_service", "bench", "--address", address]
+    process = subprocess.Popen(
+        [*command, *form, *saved, "--num-prompts", "8", "--num-warmups", "0", "--max-concurrency", "4"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process, Client(address) as client:
+        before = client.load().generation_tokens
+        # the five short ones, and long enough for their answers to arrive
+        while client.load().generation_tokens - before < 900 or client.load().num_running != 3:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=30)
+        while client.load().num_running:  # what was live is cancelled
+            time.sleep(0.01)
+    assert process.returncode == 130
+    assert "interrupted after 5 of 8 requests" in err
+    assert "Traceback" not in err
+    assert "Successful requests:                      5\n" in out
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert result["interrupted"] is True
+    assert (result["completed"], result["failed"], result["output_lens"]) == (5, 0, [2] * 5)
+
+
+def test_ctrl_c_in_the_warm_up_is_told(daemon) -> None:
+    server = daemon("--runner-option", "step_seconds=1")
+    command = [sys.executable, "-m", "runnerd_service", "bench", "--address", server.wait_until_ready()]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    with process:
+        assert process.stderr is not None
+        assert "warm-up" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        assert "interrupted in the warm-up; nothing was measured" in process.stderr.read()
+    assert process.returncode == 130
 
 
 @pytest.mark.slow

@@ -7,10 +7,13 @@ import asyncio
 import json
 import math
 import secrets
+import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +67,14 @@ def run(arguments: argparse.Namespace) -> int:
         measured = asyncio.run(_measure(arguments, requests))
     except (DatasetError, plot.PlotUnavailable) as error:
         raise ConfigurationError(str(error)) from error
+    if measured is None:
+        print("runnerd: interrupted in the warm-up; nothing was measured", file=sys.stderr)
+        return exit_codes.INTERRUPTED
     return _report(arguments, measured, setup)
 
 
-async def _measure(arguments: argparse.Namespace, requests: Sequence[BenchRequest]) -> Run:
+async def _measure(arguments: argparse.Namespace, requests: Sequence[BenchRequest]) -> Run | None:
+    """Warm up and measure until it is done or Ctrl-C; None: interrupted before anything was measured."""
     # Warm-ups share no cached prefix with what is measured, and runs share none with earlier ones.
     salt = secrets.token_hex(8) if arguments.cache_salt is None else arguments.cache_salt
     options = GenerateOptions(
@@ -77,16 +84,42 @@ async def _measure(arguments: argparse.Namespace, requests: Sequence[BenchReques
         ignore_eos=arguments.ignore_eos,
     )
     async with connected_async(arguments) as client:
-        warmups = [requests[index % len(requests)] for index in range(arguments.num_warmups)]
-        await _drive(arguments, Driver(client, {**options, "cache_salt": f"{salt}-warm-up"}), warmups, "warm-up")
-        driver = Driver(
-            client,
-            {**options, "cache_salt": salt},
-            arguments.seed,
-            arguments.max_concurrency,
-            keep_texts=arguments.save_detailed,
-        )
-        return await _drive(arguments, driver, requests, "requests", arguments.request_rate)
+        with _stop_at_interrupt() as stop:
+            warmups = [_shortened(requests[index % len(requests)]) for index in range(arguments.num_warmups)]
+            warming = Driver(client, {**options, "cache_salt": f"{salt}-warm-up"})
+            if warmups:
+                title = f"warm-up, up to {bench_flags.WARMUP_TOKENS} output tokens each"
+                if (await _drive(arguments, warming, warmups, title, stop)).interrupted:
+                    return None
+            driver = Driver(
+                client,
+                {**options, "cache_salt": salt},
+                arguments.seed,
+                arguments.max_concurrency,
+                keep_texts=arguments.save_detailed,
+            )
+            return await _drive(arguments, driver, requests, "requests", stop, arguments.request_rate)
+
+
+def _shortened(request: BenchRequest) -> BenchRequest:
+    """Give a warm-up: the first tokens show whether all works, the others take their time."""
+    return replace(request, output_len=min(request.output_len, bench_flags.WARMUP_TOKENS))
+
+
+@contextmanager
+def _stop_at_interrupt() -> Iterator[asyncio.Event]:
+    """Give what Ctrl-C sets, the first time; the second one ends the command."""
+    loop, stop = asyncio.get_running_loop(), asyncio.Event()
+
+    def interrupted() -> None:
+        stop.set()
+        loop.remove_signal_handler(signal.SIGINT)
+
+    loop.add_signal_handler(signal.SIGINT, interrupted)
+    try:
+        yield stop
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
 
 
 async def _drive(
@@ -94,12 +127,15 @@ async def _drive(
     driver: Driver,
     requests: Sequence[BenchRequest],
     title: str,
+    stop: asyncio.Event,
     request_rate: float = math.inf,
 ) -> Run:
     due = arrival_times(len(requests), request_rate, arguments.burstiness, arguments.seed)
-    # None: a bar where stderr is a terminal
-    with tqdm(total=len(requests), desc=title, disable=True if arguments.disable_tqdm else None) as bar:
-        return await driver.run(requests, due, lambda _: bar.update())
+    shows_bar = sys.stderr.isatty() and not arguments.disable_tqdm
+    if not shows_bar:
+        print(f"runnerd: sending {len(requests)} ({title})", file=sys.stderr, flush=True)
+    with tqdm(total=len(requests), desc=title, disable=not shows_bar) as bar:
+        return await driver.run(requests, due, lambda _: bar.update(), stop)
 
 
 def _setup(arguments: argparse.Namespace, client: Client) -> dict[str, object]:
@@ -138,6 +174,13 @@ def _setup(arguments: argparse.Namespace, client: Client) -> dict[str, object]:
 def _report(arguments: argparse.Namespace, measured: Run, setup: dict[str, object]) -> int:
     figures = summarise(measured, arguments.metric_percentiles, arguments.goodput)
     result: dict[str, object] = {**setup, **figures}
+    if measured.interrupted:
+        result["interrupted"] = True
+        count = len(measured.records)
+        print(
+            f"runnerd: interrupted after {count} of {arguments.num_prompts} requests; the figures are of these alone",
+            file=sys.stderr,
+        )
     print(table(result, arguments.metric_percentiles, arguments.percentile_metrics))
     if warning := busy_warning(result):
         print(f"runnerd: {warning}", file=sys.stderr)
@@ -152,6 +195,8 @@ def _report(arguments: argparse.Namespace, measured: Run, setup: dict[str, objec
     errors = Counter(one.error for one in measured.records if one.error)
     for text, count in errors.most_common(_SHOWN_ERRORS):
         print(f"runnerd: {count} failed: {text}", file=sys.stderr)
+    if measured.interrupted:
+        return exit_codes.INTERRUPTED
     return exit_codes.FAILURE if errors else exit_codes.OK
 
 

@@ -14,6 +14,9 @@ from runnerd_bench.metrics import METRICS
 from runnerd_service.cli import values
 from runnerd_service.cli.connection import add_connection
 
+WARMUP_TOKENS = 32
+"""Most output tokens of a warm-up: the first ones bring up all that is slow once."""
+
 EPILOG = """\
 examples:
   runnerd bench --random-input-len 512 --random-output-len 128 --num-prompts 200 --max-concurrency 32
@@ -189,7 +192,11 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
         help="shape of the gamma distribution of the gaps: 1 is Poisson (default), less more bursts, more more even",
     )
     group.add_argument(
-        "--num-warmups", type=_count_from_0, default=1, metavar="N", help="requests before, not measured (default: 1)"
+        "--num-warmups",
+        type=_count_from_0,
+        default=1,
+        metavar="N",
+        help=f"requests before, not measured, of {WARMUP_TOKENS} output tokens at most (default: 1)",
     )
 
 
