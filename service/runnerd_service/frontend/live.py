@@ -114,6 +114,9 @@ class LiveRequests:
         del self._by_id[live.tenant, live.request_id]
         if live.stream is not None:
             self._tenants.note_ended(live.tenant, live.num_prompt_tokens, live.times.num_output_tokens)
+            live.stream.let_go()
+        # The stream knows its request, and an error's traceback both: only a collection of garbage would free them.
+        live.stream = live.error = None
         if not self._by_id:
             self._idle.set()
 

@@ -91,6 +91,10 @@ class RequestStream:
         self._call_up()
         return True
 
+    def let_go(self) -> None:
+        """Forget the error that the reader got; its traceback refers to this stream."""
+        self._error = None
+
     async def next_event(self) -> Event | None:
         """Wait for news and give it; None when all outputs have ended and were taken.
 

@@ -204,8 +204,15 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
         inner = cast(Any, handler.unary_unary or handler.unary_stream or handler.stream_stream)
 
         async def call(request: Any, context: _Context) -> Any:
-            await enter(context)
-            return await inner(request, context)
+            try:
+                await enter(context)
+                return await inner(request, context)
+            except grpc.aio.AbortError as error:
+                # It refers to the frames that it passes, and they to the context, which keeps the error: without this,
+                # only a collection of garbage would free them all.
+                raise error.with_traceback(None) from None
+            finally:
+                del context
 
         async def generate(requests: Any, context: _Context) -> Any:
             await enter(context)

@@ -17,8 +17,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 
 from runnerd_service.errors import FieldViolation, InvalidRequest, RequestAborted, RunnerdError
+from runnerd_service.rpc.request_record import REQUEST_NAME
 from runnerd_service.rpc.stall import StallLimit
 from runnerd_service.rpc.status import is_internal, to_status
+from runnerd_service.telemetry.logs import with_fields
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +136,16 @@ async def abort(method: str, error: BaseException, context: _Context) -> None:
         if is_internal(error):
             error_id = secrets.token_hex(6)
             traceback = None if isinstance(error, RunnerdError) else error
-            logger.error("error %s: %s failed: %s", error_id, method, type(error).__name__, exc_info=traceback)
+            name = REQUEST_NAME.get()
+            logger.error(
+                "error %s: %s%s failed: %s",
+                error_id,
+                method,
+                f" of request {name}" if name else "",
+                type(error).__name__,
+                exc_info=traceback,
+                extra=with_fields(request_id=name or None),
+            )
         status = to_status(error, error_id)
         error.__traceback__ = None  # what gRPC raises refers to the error
         await context.abort(status.code, status.details, status.trailing_metadata)
