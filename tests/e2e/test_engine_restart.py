@@ -219,17 +219,19 @@ async def test_streams_survive_an_engine_that_hangs(serve, way: str) -> None:
 
 async def test_a_poisonous_request_ends_with_an_error_of_its_own_and_the_others_are_whole(serve) -> None:
     requests = [(f"{number}", long(number, n=2)) for number in range(8)]
-    async with serve(*options(step_seconds=0.01, crash_row_token="POISON")) as (_, client):
+    async with serve(*options(step_seconds=0.01, crash_row_token="POISON")) as (server, client):
         expected = await Streams(client, requests).whole()
         streams = Streams(client, requests)
         await streams.until_started(len(requests))
         await streams.until_tokens(50)
         with pytest.raises(InternalError, match="the engine died of this request") as caught:
-            await client.generate("a POISON", max_tokens=5)
+            await client.generate("a POISON", request_id="its\n\x1bname", max_tokens=5)
         assert caught.value.reason == "POISONOUS_REQUEST"
         assert caught.value.retry_after is None
         assert await streams.whole() == expected
         assert (await client.server_info()).num_engine_restarts == 3
+        assert r"request its\n\x1bname is failed: engines die of it" in server.log()
+        assert r"Generate of request its\n\x1bname failed: PoisonousRequest" in server.log()
 
 
 async def test_health_info_load_and_metrics_tell_of_an_outage(serve) -> None:

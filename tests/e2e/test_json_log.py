@@ -31,6 +31,9 @@ def test_every_line_is_an_object_and_a_request_has_its_figures(daemon) -> None:
     told, failed = (line for line in lines if "outcome" in line)
     assert failed["outcome"] == "row_failed"  # the reason that its caller got
     assert told["request_id"] == r"mine\nyours"
+    (error,) = (line for line in lines if line["level"] == "error")
+    assert error["request_id"] == failed["request_id"]
+    assert f"Generate of request {error['request_id']} failed: RowFailed" in error["message"]
     figures = {name: told[name] for name in ("outcome", "prompt_tokens", "cached_tokens", "output_tokens")}
     assert figures == {
         "outcome": "finished",

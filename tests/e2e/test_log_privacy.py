@@ -62,7 +62,7 @@ def test_no_text_of_a_request_is_in_the_log(daemon) -> None:
             call(b"\x12\x0e" + CANARY.encode() + b"\xff\xfe\xff", timeout=60)
         with pytest.raises(grpc.RpcError):
             channel.unary_unary(f"/{CANARY}/{CANARY}")(b"", timeout=60)
-        request = GenerateRequest(text=CANARY, request_id="named")
+        request = GenerateRequest(text=CANARY, request_id="named\n\x1b[31m")
         assert inference_pb2_grpc.InferenceServiceStub(channel).Generate(request, timeout=60).outputs
     server.terminate()
     assert server.wait() == 0
@@ -73,7 +73,9 @@ def test_no_text_of_a_request_is_in_the_log(daemon) -> None:
         grpc.StatusCode.NOT_FOUND,
         grpc.StatusCode.INTERNAL,
     } <= codes
-    assert "request named finished" in log
+    assert r"request named\n\x1b[31m finished" in log
+    assert rf"request named\n\x1b[31m: {len(CANARY)} prompt tokens" in log
+    assert "\x1b" not in log
     assert "the engine failed" in log
     for level in LEVELS[:3]:
         assert f" {level.upper()} " in log

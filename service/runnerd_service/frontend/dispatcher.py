@@ -18,6 +18,7 @@ from runnerd_service.engine.messages import AddRequest, RequestOutput
 from runnerd_service.errors import FieldViolation, InvalidRequest, PoisonousRequest, RowFailed, RunnerdError
 from runnerd_service.frontend.ongoing import OngoingOutput, OngoingRequest
 from runnerd_service.frontend.suspects import Suspects, at_work, is_accused
+from runnerd_service.telemetry.logs import with_fields
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +145,10 @@ class Dispatcher:
         try:
             output.sink(message)
         except Exception:
-            logger.exception("a request is failed: what came of it cannot be used")
+            name = output.owner.name
+            logger.exception(
+                "request %s is failed: what came of it cannot be used", name, extra=with_fields(request_id=name)
+            )
             self._fail(output.owner, RunnerdError("internal error; the server's log has the details"))
 
     def _note_progress(self, output: OngoingOutput) -> None:
@@ -185,7 +189,7 @@ class Dispatcher:
 
     def _blame(self, owner: OngoingRequest) -> None:
         self.num_poisonous += 1
-        logger.error("a request is failed: engines die of it")
+        logger.error("request %s is failed: engines die of it", owner.name, extra=with_fields(request_id=owner.name))
         text = "the engine died of this request each time that it was tried, at last alone; it is not tried again"
         self._fail(owner, PoisonousRequest(text))
 

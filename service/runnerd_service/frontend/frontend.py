@@ -43,6 +43,7 @@ from runnerd_service.frontend.types import (
 )
 from runnerd_service.guided.checker import NUM_PROCESSES
 from runnerd_service.metrics import MetricsSnapshot
+from runnerd_service.telemetry.logs import printable, with_fields
 from runnerd_service.telemetry.requests import RequestStats, RequestTimes
 
 logger = logging.getLogger(__name__)
@@ -368,14 +369,15 @@ class Frontend:
             live.request_id, request, model.tokenizer, self._turns, lambda index: self._forget((live.uids[index],))
         )
         live.stream = stream
-        ongoing = OngoingRequest(lambda error: self._fail(live, error))
+        name = printable(live.request_id)
+        ongoing = OngoingRequest(lambda error: self._fail(live, error), name)
         for index in range(request.n):
             uid = self._live.open_output(live, num_prompt_tokens)
             added = request.add_request(uid, index, time.monotonic_ns())
             start = partial(self._engine.add_accepted, ongoing, added, self._sink(live, uid, index))
             self._live.start_output(uid, request.priority, num_prompt_tokens + request.max_tokens, start)
         live.times.num_prompt_tokens = num_prompt_tokens
-        logger.debug("request %s: %d prompt tokens", live.request_id, num_prompt_tokens)
+        logger.debug("request %s: %d prompt tokens", name, num_prompt_tokens, extra=with_fields(request_id=name))
         return stream
 
     def _sink(self, live: LiveRequest, uid: int, index: int) -> Callable[[RequestOutput], None]:

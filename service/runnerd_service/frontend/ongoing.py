@@ -24,6 +24,8 @@ class OngoingRequest:
 
     fail: Callable[[RunnerdError], object]
     """Called when it cannot go on; its outputs are to be aborted then."""
+    name: str = ""
+    """Its id, as the log can hold it."""
     num_crashes: int = 0
     """Engines that died while they worked on it, since it last got further than at a crash."""
     solo_evidence: int = 0

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from runnerd_service.errors import InvalidRequest
 from runnerd_service.frontend.types import ChatPrompt, Event, Generation, OutputChunk, Started
-from runnerd_service.frontend.validation import MAX_NAME_CHARACTERS
 from runnerd_service.rpc.status import REASONS, reason_of
-from runnerd_service.telemetry.logs import with_fields
+from runnerd_service.telemetry.logs import printable, with_fields
 from runnerd_service.telemetry.requests import RequestStats, RequestTimes
 from runnerd_service.telemetry.tracing import Metadata, RequestTracer
 
 logger = logging.getLogger(__name__)
+
+REQUEST_NAME: ContextVar[str] = ContextVar("REQUEST_NAME", default="")
+"""The id of the request that the present call is for, as the log can hold it; empty while none is known."""
 
 FINISHED = "finished"
 CANCELLED = "cancelled"
@@ -63,6 +66,7 @@ class RequestRecord:
         self.outcome = CANCELLED
         self._wrong_fields: tuple[str, ...] = ()
         self._request_id = generation.request_id or "(refused)"
+        REQUEST_NAME.set(printable(generation.request_id or ""))
         self._tenant = generation.tenant
         self._num_outputs = num_outputs
         self._stats = observers.stats
@@ -75,6 +79,7 @@ class RequestRecord:
         """Take an event that goes to the client."""
         if isinstance(event, Started):
             self._request_id = event.request_id
+            REQUEST_NAME.set(printable(event.request_id))
         elif isinstance(event, OutputChunk) and event.finish is not None:
             self.times.finish_reasons.append(event.finish.reason)
 
@@ -94,7 +99,7 @@ class RequestRecord:
         self.outcome = reason_of(error).lower()
         if isinstance(error, InvalidRequest):
             # Paths of the API, which have no text of the request; what was got there is not told.
-            self._wrong_fields = tuple(_printable(one.field) for one in error.violations[:_MAX_FIELDS_TOLD])
+            self._wrong_fields = tuple(printable(one.field) for one in error.violations[:_MAX_FIELDS_TOLD])
 
     def close(self, seconds_left: float | None) -> None:
         """Tell log, metrics and trace that it has ended.
@@ -110,7 +115,7 @@ class RequestRecord:
         self._trace.end(self.times, self._response_attributes(), error)
 
     def _log(self) -> None:
-        times, name = self.times, _printable(self._request_id)
+        times, name = self.times, printable(self._request_id)
         seconds = (times.end_ns - times.arrival_ns) * 1e-9
         logger.info(
             "request %s%s %s%s: %d prompt tokens, %d output tokens, %.3f s",
@@ -140,7 +145,7 @@ class RequestRecord:
         if not times.num_prompt_tokens:  # it was refused
             return {}
         told: dict[str, str | int | tuple[str, ...]] = {
-            "gen_ai.response.id": _printable(self._request_id),
+            "gen_ai.response.id": printable(self._request_id),
             "gen_ai.response.finish_reasons": tuple(times.finish_reasons),
             "gen_ai.usage.input_tokens": times.num_prompt_tokens,
             "gen_ai.usage.output_tokens": times.num_output_tokens,
@@ -174,8 +179,3 @@ def _request_attributes(g: Generation, method: str, model_name: str | None) -> d
 
 def _seconds_to(moment_ns: int, since_ns: int) -> float | None:
     return round((moment_ns - since_ns) * 1e-9, 6) if moment_ns else None
-
-
-def _printable(name: str) -> str:
-    """Give a client's name as the log can hold it: within a line, and no longer than a name may be."""
-    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in name[:MAX_NAME_CHARACTERS])

@@ -16,6 +16,7 @@ LogFormat = Literal["text", "json"]
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 _FIELDS = "fields"
+_MAX_NAME_CHARACTERS = 128
 
 
 class JsonFormatter(logging.Formatter):
@@ -38,6 +39,11 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             told["exception"] = self.formatException(record.exc_info)
         return json.dumps(told, default=str)
+
+
+def printable(name: str) -> str:
+    """Give a name that a client chose as the log can hold it: within a line, and no longer than a name may be."""
+    return "".join(one if one.isprintable() else ascii(one)[1:-1] for one in name[:_MAX_NAME_CHARACTERS])
 
 
 def with_fields(**fields: object) -> dict[str, object]:
