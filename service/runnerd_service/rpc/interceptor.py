@@ -149,5 +149,7 @@ async def abort(method: str, error: BaseException, context: _Context) -> None:
         status = to_status(error, error_id)
         error.__traceback__ = None  # what gRPC raises refers to the error
         await context.abort(status.code, status.details, status.trailing_metadata)
+    except grpc.aio.InternalError:  # the client left before anything of this was written
+        raise asyncio.CancelledError from None
     finally:
         del error  # its traceback refers to this frame: only a collection of garbage would free the two
