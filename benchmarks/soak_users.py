@@ -15,6 +15,7 @@ from soak_requests import Comparison, Mismatch, Reference, check_unary
 
 from runnerd.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 from runnerd_client.errors import (
+    CONNECTION_LOST,
     DeadlineError,
     InvalidRequestError,
     OverloadedError,
@@ -236,7 +237,7 @@ class User:
                 await self._follow(call, Comparison(reference), self._some_tokens(reference))
             except (Mismatch, UnavailableError) as error:  # another one's reset may have met this connection
                 lost = error.__cause__ if isinstance(error, Mismatch) else error
-                if not isinstance(lost, UnavailableError) or lost.reason:
+                if not isinstance(lost, UnavailableError) or lost.reason not in ("", CONNECTION_LOST):
                     raise
             self._world.relay.reset(self._random)
             call.cancel()

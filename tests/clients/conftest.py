@@ -13,6 +13,8 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
 
 CLIENTS = Path(__file__).parents[2] / "clients"
 BUILD_SECONDS = 600
@@ -61,6 +63,10 @@ class Daemons:
         assert process.stdout is not None
         process.stdout.close()
 
+    def terminate(self, address: str) -> None:
+        """Ask it to end."""
+        self._processes[address].terminate()
+
     def close(self) -> None:
         for address in self._processes:
             self.kill(address)
@@ -71,6 +77,42 @@ def daemons(tmp_path: Path) -> Iterator[Daemons]:
     made = Daemons(tmp_path)
     yield made
     made.close()
+
+
+@dataclass(frozen=True)
+class Files:
+    """An authority, a client whose certificate it has signed, and the flags of servers that do alike."""
+
+    authority: Path
+    client_certificate: Path
+    client_key: Path
+    tls: list[str]
+    mutual_tls_and_token: list[str]
+    token: str
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Files:
+    """The files of TLS and of tokens."""
+    folder, token = tmp_path, "chat-token-0123456789"
+    authority = folder / "authority.pem"
+    signs = trustme.CA()
+    signs.cert_pem.write_to_path(authority)
+    pairs = {}
+    for name in ("127.0.0.1", "client.example"):
+        pairs[name] = folder / f"{name}.pem", folder / f"{name}.key"
+        signed = signs.issue_cert(name)
+        signed.cert_chain_pems[0].write_to_path(pairs[name][0])
+        # PKCS #8, as openssl writes it today: Java's TLS reads no older form
+        key = serialization.load_pem_private_key(signed.private_key_pem.bytes(), None)
+        pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        pairs[name][1].write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
+    certificate, key_path = pairs["127.0.0.1"]
+    tls = ["--tls-cert", str(certificate), "--tls-key", str(key_path)]
+    tokens = folder / "tokens.toml"
+    tokens.write_text(f'[[tokens]]\nname = "chat"\ntoken = "{token}"\n')
+    both = [*tls, "--tls-client-ca", str(authority), "--auth-tokens", str(tokens)]
+    return Files(authority, *pairs["client.example"], tls, both, token)
 
 
 @dataclass(frozen=True)

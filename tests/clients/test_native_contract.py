@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
-import trustme
-from cryptography.hazmat.primitives import serialization
 
 # The client is built within the first test's time.
 pytestmark = pytest.mark.timeout(1800)
 
 SCRIPT = "Grüße, 世界 🚀 שלום!"
-TOKEN = "chat-token-0123456789"
 NEED_A_SERVER_OF_THEIR_OWN = {
     "unicodestreamsinwholecharacters",
     "afullqueuenamesthequotaandwhentoretry",
@@ -32,40 +27,7 @@ def skipped(outcomes: dict[str, str]) -> set[str]:
     return {name for name, outcome in outcomes.items() if outcome == "SKIP"}
 
 
-@dataclass(frozen=True)
-class Files:
-    """An authority, a client whose certificate it has signed, and the flags of servers that do alike."""
-
-    authority: Path
-    client_certificate: Path
-    client_key: Path
-    tls: list[str]
-    mutual_tls_and_token: list[str]
-
-
-def make_files(folder: Path) -> Files:
-    """Make the files of TLS and of tokens."""
-    authority = folder / "authority.pem"
-    signs = trustme.CA()
-    signs.cert_pem.write_to_path(authority)
-    pairs = {}
-    for name in ("127.0.0.1", "client.example"):
-        pairs[name] = folder / f"{name}.pem", folder / f"{name}.key"
-        signed = signs.issue_cert(name)
-        signed.cert_chain_pems[0].write_to_path(pairs[name][0])
-        # PKCS #8, as openssl writes it today: Java's TLS reads no older form
-        key = serialization.load_pem_private_key(signed.private_key_pem.bytes(), None)
-        pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-        pairs[name][1].write_bytes(key.private_bytes(pem, pkcs8, serialization.NoEncryption()))
-    certificate, key_path = pairs["127.0.0.1"]
-    tls = ["--tls-cert", str(certificate), "--tls-key", str(key_path)]
-    tokens = folder / "tokens.toml"
-    tokens.write_text(f'[[tokens]]\nname = "chat"\ntoken = "{TOKEN}"\n')
-    both = [*tls, "--tls-client-ca", str(authority), "--auth-tokens", str(tokens)]
-    return Files(authority, *pairs["client.example"], tls, both)
-
-
-def test_clients_get_what_the_server_promises(native_client, daemons, tmp_path, tmp_path_factory) -> None:
+def test_clients_get_what_the_server_promises(native_client, daemons, files, tmp_path_factory) -> None:
     sim = ("--runner", "sim", "--log-level", "warning")
     restarted = daemons.start(*sim, "--runner-option", "step_seconds=0.001")
 
@@ -73,7 +35,6 @@ def test_clients_get_what_the_server_promises(native_client, daemons, tmp_path, 
         daemons.kill(restarted)
         assert daemons.start(*sim, port=int(restarted.rpartition(":")[2])) == restarted
 
-    files = make_files(tmp_path)
     # short: the path of a unix socket may have 107 bytes
     socket = tmp_path_factory.mktemp("s") / "s"
     small = ("--max-num-seqs", "1", "--max-waiting", "1", "--runner-option", "step_seconds=0.005")
@@ -89,7 +50,7 @@ def test_clients_get_what_the_server_promises(native_client, daemons, tmp_path, 
         "RUNNERD_MUTUAL_TLS_ADDRESS": daemons.start(*sim, *files.mutual_tls_and_token),
         "RUNNERD_CLIENT_CERT": str(files.client_certificate),
         "RUNNERD_CLIENT_KEY": str(files.client_key),
-        "RUNNERD_TOKEN": TOKEN,
+        "RUNNERD_TOKEN": files.token,
     }
     outcomes = native_client.test(environment, restart)
     assert skipped(outcomes) == {"pingseverytensecondsareaccepted"}

@@ -110,6 +110,67 @@ def test_a_chat_message_without_role_or_content_is_refused_by_name(message, fiel
             build([{"role": "user", "content": "hi"}, message])
 
 
+@pytest.mark.parametrize(
+    ("prompt", "error", "told"),
+    [
+        ({"role": "user", "content": "hi"}, TypeError, r"one chat message; give a list of them"),
+        (b"hi", TypeError, "bytes; give a text"),
+        (None, TypeError, "None, expected a text"),
+        (iter([1]), TypeError, "expected a text, token ids, or chat messages"),
+        ([-1], ValueError, "from 0 to 4294967295"),
+        (["a"], TypeError, "from 0 to 4294967295"),
+        ("\ud800", ValueError, "no text"),
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_by_what_it_is(prompt, error, told: str) -> None:
+    with pytest.raises(error, match=f"^prompt (is|does not fit).*{told}"):
+        generate_request(prompt, {})
+    if not isinstance(prompt, list):
+        with pytest.raises(error, match=f"^prompt is .*{told}"):
+            tokenize_request(prompt, None)
+
+
+def test_what_is_no_chat_message_is_refused_by_its_place() -> None:
+    for build in (lambda turns: generate_request(turns, {}), lambda turns: tokenize_request(turns, None)):
+        with pytest.raises(TypeError, match=r"^messages\[1\] is 5, expected a chat message"):
+            build([{"role": "user", "content": "hi"}, 5])
+
+
+@pytest.mark.parametrize("seconds", [float("inf"), float("nan"), 1e300, "1"])
+def test_seconds_that_no_timer_counts_are_refused_by_the_argument_s_name(seconds) -> None:
+    error, told = (TypeError, "") if isinstance(seconds, str) else (ValueError, ", at most 1000000000")
+    with Client("127.0.0.1:1") as client:
+        for name, call in (
+            ("time_limit", lambda: generate_request("x", {"time_limit": seconds})),
+            ("timeout", lambda: Client("127.0.0.1:1", timeout=seconds)),
+            ("timeout", lambda: client.load(timeout=seconds)),
+            ("timeout", lambda: client.stream("x", timeout=seconds)),
+            ("seconds", lambda: client.drain(seconds)),
+            ("seconds", lambda: client.capture_trace(seconds)),
+        ):
+            with pytest.raises(error, match=f"^{name} is .*expected a number of seconds{told}$"):
+                call()
+
+
+@pytest.mark.parametrize("token", ["secret\n", "sécret", 5])
+def test_a_token_that_grpc_does_not_carry_is_refused_and_not_told(token) -> None:
+    with Client("127.0.0.1:1", token=lambda: token) as client, pytest.raises(ValueError, match=r"^token is") as caught:
+        client.load()
+    assert str(token) not in str(caught.value)
+    if isinstance(token, str):
+        with pytest.raises(ValueError, match=r"^token is"):
+            Client("127.0.0.1:1", token=token)
+
+
+def test_metadata_s_keys_and_binary_values_are_those_of_grpc() -> None:
+    for key in ("X", "a b", ""):
+        with pytest.raises(ValueError, match=f"^metadata '{key}' is no key"):
+            Client("127.0.0.1:1", metadata={key: "1"})
+    with pytest.raises(ValueError, match=r"^metadata 'x-bin' is 'a'; .* takes bytes"):
+        Client("127.0.0.1:1", metadata={"x-bin": "a"})
+    Client("127.0.0.1:1", metadata={"x-bin": b"\0"}).close()
+
+
 def test_metadata_that_grpc_does_not_carry_is_refused_by_its_key() -> None:
     for value in ("é", "a\nb"):
         with pytest.raises(ValueError, match=r"^metadata 'x-tenant' has characters that gRPC does not carry"):
@@ -141,6 +202,8 @@ def test_a_value_that_does_not_fit_its_field_is_refused() -> None:
         ({"temperature": "hot"}, TypeError),
         ({"truncation": "middle"}, ValueError),
         ({"stream_mode": "both"}, ValueError),
+        ({"stop": ["\ud800"]}, ValueError),
+        ({"temperature": 10**400}, ValueError),
     ],
 )
 def test_a_value_that_no_message_can_hold_is_refused_by_the_option_s_name(options, error) -> None:

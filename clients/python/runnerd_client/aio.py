@@ -3,15 +3,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Self, TypeVar, Unpack
 
 import grpc
 
 from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
 from runnerd.v1.generation_pb2 import GenerateRequest
-from runnerd_client.channel import DEFAULT_ADDRESS, CallTerms, Connection, Tls
-from runnerd_client.errors import from_rpc_error
+from runnerd_client.channel import DEFAULT_ADDRESS, CallTerms, Connection, Tls, checked_timeout
+from runnerd_client.errors import Circumstances, RequestCancelledError, RunnerdError, closed_error, from_rpc_error
 from runnerd_client.requests import (
     Conversation,
     GenerateOptions,
@@ -32,18 +34,30 @@ class AsyncGenerationStream:
     ``async with client.stream(...) as stream: async for message in stream: ...``
     """
 
-    def __init__(self, call: _StreamCall) -> None:
+    def __init__(self, call: _StreamCall, circumstances: Circumstances) -> None:
         self._call = call
+        self._circumstances = circumstances
         self._messages = aiter(call)
+        self._error: RunnerdError | None = None
 
     def __aiter__(self) -> AsyncIterator[inference_pb2.StreamGenerateResponse]:
         return self
 
     async def __anext__(self) -> inference_pb2.StreamGenerateResponse:
+        if self._error is not None:
+            raise self._error
         try:
-            return await anext(self._messages)
+            message = await anext(self._messages)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            self._error = from_rpc_error(error, self._circumstances)
+            raise self._error from None
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            self._error = _cancelled_call()
+            raise self._error from None
+        self._circumstances = replace(self._circumstances, answered=True)
+        return message
 
     async def __aenter__(self) -> Self:
         return self
@@ -68,18 +82,21 @@ class AsyncGenerationStream:
 class AsyncClient:
     """A connection to a runnerd server from one event loop; close it, or use it as an asynchronous context manager.
 
-    Every method raises an error of :class:`runnerd_client.RunnerdError`'s tree when the call does not end OK.
+    Every method raises an error of :class:`runnerd_client.RunnerdError`'s tree when the call does not end OK, which
+    includes RequestCancelledError once the client is closed. What cannot be sent at all is a ValueError or a TypeError
+    that names the argument.
 
     Args:
         address: ``host:port`` or ``unix:/path``.
         timeout: Seconds that a call may take, unless the call says otherwise; None waits without limit.
         tls: How to speak TLS, and the client's certificate; None: no TLS.
         token: Bearer token, or what gives it at each call.
-        metadata: Further metadata of each call, such as the one that names the tenant.
+        metadata: Further metadata of each call, such as the one that names the tenant; bytes for ``-bin``.
         plaintext_token: Send the token without TLS to another machine, where something else protects the connection.
 
     Raises:
-        ValueError: These do not go together: a token in the clear, TLS on a unix socket.
+        ValueError: These do not go together: a token in the clear, TLS on a unix socket. Or one is not what gRPC
+            carries: a token with its file's end of line, a key in capitals, an endless timeout.
         OSError: A file of ``tls`` cannot be read.
     """
 
@@ -90,10 +107,11 @@ class AsyncClient:
         timeout: float | None = None,
         tls: Tls | None = None,
         token: str | Callable[[], str] | None = None,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str | bytes] | None = None,
         plaintext_token: bool = False,
     ) -> None:
-        self._timeout = timeout
+        self._closed = False
+        self._timeout = checked_timeout(timeout)
         self._connection = connection = Connection(address, tls, token, metadata, plaintext_token)
         credentials = connection.credentials()
         if credentials is None:
@@ -112,6 +130,7 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Close the connection; calls that still run are cancelled."""
+        self._closed = True
         await self._channel.close()
 
     async def generate(
@@ -126,7 +145,8 @@ class AsyncClient:
     ) -> AsyncGenerationStream:
         """Generate and give the messages as they come."""
         request = generate_request(prompt, options)
-        return AsyncGenerationStream(self._inference.StreamGenerate(request, **self._terms(timeout)))
+        terms = self._terms(timeout)
+        return AsyncGenerationStream(self._inference.StreamGenerate(request, **terms), self._circumstances(terms))
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
         """End a live request; its own call ends with RequestCancelledError. Gives whether it was live."""
@@ -164,7 +184,7 @@ class AsyncClient:
 
     async def capture_trace(self, seconds: float, *, timeout: float | None = None) -> server_pb2.CaptureTraceResponse:
         """Record the engine's steps for ``seconds``, at most 60; ``timeout`` is to be longer than that."""
-        request = server_pb2.CaptureTraceRequest(duration=duration(seconds))
+        request = server_pb2.CaptureTraceRequest(duration=duration("seconds", seconds))
         return await self._call(self._server.CaptureTrace, request, timeout)
 
     async def reset_prefix_cache(self, *, timeout: float | None = None) -> int:
@@ -179,17 +199,37 @@ class AsyncClient:
             seconds: Live requests that take longer are ended; None means the server's default.
             timeout: Of the call; it is to be longer than that.
         """
-        request = server_pb2.DrainRequest(timeout=None if seconds is None else duration(seconds))
+        request = server_pb2.DrainRequest(timeout=None if seconds is None else duration("seconds", seconds))
         return (await self._call(self._server.Drain, request, timeout)).completed
 
     async def _call(
         self, method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None
     ) -> _Response:
+        terms = self._terms(timeout)
         try:
-            return await method(request, **self._terms(timeout))
+            return await method(request, **terms)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise from_rpc_error(error, self._circumstances(terms)) from None
+        except asyncio.CancelledError:
+            if _task_is_cancelled():
+                raise
+            raise _cancelled_call() from None
 
     def _terms(self, timeout: float | None) -> CallTerms:
-        limit = self._timeout if timeout is None else timeout
+        if self._closed:
+            raise closed_error()
+        limit = self._timeout if timeout is None else checked_timeout(timeout)
         return {"timeout": limit, "metadata": self._connection.call_metadata()}
+
+    def _circumstances(self, terms: CallTerms) -> Circumstances:
+        return Circumstances(terms["timeout"], self._connection.if_closed)
+
+
+def _task_is_cancelled() -> bool:
+    """Whether this task is asked to end: gRPC raises CancelledError also where only its call was cancelled."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def _cancelled_call() -> RequestCancelledError:
+    return RequestCancelledError("this client cancelled the call", code=grpc.StatusCode.CANCELLED)

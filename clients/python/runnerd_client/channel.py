@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from ipaddress import ip_address
+from numbers import Real
 from os import PathLike
 from pathlib import Path
 from typing import TypedDict
@@ -27,11 +29,16 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
 )
 
 
+_METADATA_KEY = re.compile(r"[0-9a-z_.-]+")
+MOST_SECONDS = 1e9
+"""Beyond, gRPC's own sums overflow, and a call would end at once."""
+
+
 class CallTerms(TypedDict):
     """What each call is given beside its request."""
 
     timeout: float | None
-    metadata: tuple[tuple[str, str], ...]
+    metadata: tuple[tuple[str, str | bytes], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class Connection:
         address: ``host:port`` or ``unix:/path``.
         tls: None: no TLS.
         token: Bearer token, or what gives it at each call; None: none.
-        metadata: Further metadata of each call.
+        metadata: Further metadata of each call; bytes where the key ends in ``-bin``.
         plaintext_token: Send the token without TLS to another machine, where something else protects the connection.
 
     Raises:
@@ -82,7 +89,7 @@ class Connection:
     address: str
     tls: Tls | None = None
     token: str | Callable[[], str] | None = None
-    metadata: Mapping[str, str] | None = None
+    metadata: Mapping[str, str | bytes] | None = None
     plaintext_token: bool = False
 
     def __post_init__(self) -> None:
@@ -93,15 +100,25 @@ class Connection:
                 f"the token would go to {self.address} in the clear; set tls, or plaintext_token=True where something "
                 "else protects the connection"
             )
+        if isinstance(self.token, str):
+            _check_token(self.token)
         for key, value in (self.metadata or {}).items():
-            if not key.endswith("-bin") and not (value.isascii() and value.isprintable()):
-                raise ValueError(f"metadata {key!r} has characters that gRPC does not carry; expected printable ASCII")
+            _check_metadata(key, value)
 
     @property
     def options(self) -> list[tuple[str, int | str]]:
         """Options of the channel."""
         named = [] if self.tls is None or self.tls.server_name is None else [self.tls.server_name]
         return [*CHANNEL_OPTIONS, *(("grpc.ssl_target_name_override", name) for name in named)]
+
+    @property
+    def if_closed(self) -> str:
+        """What to try where the server closes each connection at once; for the end of an error's text."""
+        if self.tls is None:
+            return "; perhaps the server wants tls"
+        if self.tls.cert is None:
+            return "; perhaps the server wants a client's certificate: give Tls its cert and key"
+        return "; perhaps the server does not trust this client's certificate"
 
     def credentials(self) -> grpc.ChannelCredentials | None:
         """Give the channel's credentials; None without TLS.
@@ -111,13 +128,63 @@ class Connection:
         """
         return None if self.tls is None else self.tls.credentials()
 
-    def call_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Give the metadata of the next call."""
+    def call_metadata(self) -> tuple[tuple[str, str | bytes], ...]:
+        """Give the metadata of the next call.
+
+        Raises:
+            ValueError: What gives the token gave one that gRPC does not carry.
+        """
         entries = tuple((self.metadata or {}).items())
         if self.token is None:
             return entries
-        text = self.token if isinstance(self.token, str) else self.token()
+        text = self.token if isinstance(self.token, str) else _check_token(self.token())
         return (*entries, ("authorization", f"Bearer {text}"))
+
+
+def checked_seconds(name: str, seconds: float) -> float:
+    """Give ``seconds``, of the argument ``name``.
+
+    Raises:
+        TypeError: They are no number.
+        ValueError: They are infinite, nan, or above MOST_SECONDS.
+    """
+    if not _is_number(seconds):
+        raise TypeError(f"{name} is {seconds!r}, expected a number of seconds")
+    if not abs(seconds) <= MOST_SECONDS:
+        raise ValueError(f"{name} is {seconds!r}, expected a number of seconds, at most {MOST_SECONDS:.0f}")
+    return seconds
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real)  # those of numpy, too
+
+
+def checked_timeout(seconds: float | None) -> float | None:
+    """Give a timeout; None waits without limit. Raises as :func:`checked_seconds`."""
+    return None if seconds is None else checked_seconds("timeout", seconds)
+
+
+def _check_token(token: str) -> str:
+    if not _is_carried(token):  # the text itself is a secret
+        raise ValueError(
+            "token is no text of printable ASCII, which is what gRPC carries; where it was read from a file, strip the "
+            "end of the line"
+        )
+    return token
+
+
+def _check_metadata(key: str, value: str | bytes) -> None:
+    if not _METADATA_KEY.fullmatch(key):
+        raise ValueError(f"metadata {key!r} is no key that gRPC carries; expected small letters, digits, '_', '-', '.'")
+    if key.endswith("-bin"):
+        if not isinstance(value, bytes):
+            raise ValueError(f"metadata {key!r} is {value!r}; a key that ends in -bin takes bytes")
+    elif not _is_carried(value):
+        raise ValueError(f"metadata {key!r} has characters that gRPC does not carry; expected printable ASCII")
+
+
+def _is_carried(value: object) -> bool:
+    return isinstance(value, str) and value.isascii() and value.isprintable()
 
 
 def _content(path: str | PathLike[str] | None) -> bytes | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, Self, TypeVar, Unpack
 
 import grpc
 
 from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
-from runnerd_client.channel import DEFAULT_ADDRESS, CallTerms, Connection, Tls
-from runnerd_client.errors import from_rpc_error
+from runnerd_client.channel import DEFAULT_ADDRESS, CallTerms, Connection, Tls, checked_timeout
+from runnerd_client.errors import Circumstances, closed_error, from_rpc_error
 from runnerd_client.requests import (
     Conversation,
     GenerateOptions,
@@ -37,17 +38,20 @@ class GenerationStream:
     ``with client.stream(...) as stream: for message in stream: ...``
     """
 
-    def __init__(self, call: _StreamCall) -> None:
+    def __init__(self, call: _StreamCall, circumstances: Circumstances) -> None:
         self._call = call
+        self._circumstances = circumstances
 
     def __iter__(self) -> Iterator[inference_pb2.StreamGenerateResponse]:
         return self
 
     def __next__(self) -> inference_pb2.StreamGenerateResponse:
         try:
-            return next(self._call)
+            message = next(self._call)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise from_rpc_error(error, self._circumstances) from None
+        self._circumstances = replace(self._circumstances, answered=True)
+        return message
 
     def __enter__(self) -> Self:
         return self
@@ -72,18 +76,21 @@ class GenerationStream:
 class Client:
     """A connection to a runnerd server. Safe to share between threads; close it, or use it as a context manager.
 
-    Every method raises an error of :class:`runnerd_client.RunnerdError`'s tree when the call does not end OK.
+    Every method raises an error of :class:`runnerd_client.RunnerdError`'s tree when the call does not end OK, which
+    includes RequestCancelledError once the client is closed. What cannot be sent at all is a ValueError or a TypeError
+    that names the argument.
 
     Args:
         address: ``host:port`` or ``unix:/path``.
         timeout: Seconds that a call may take, unless the call says otherwise; None waits without limit.
         tls: How to speak TLS, and the client's certificate; None: no TLS.
         token: Bearer token, or what gives it at each call.
-        metadata: Further metadata of each call, such as the one that names the tenant.
+        metadata: Further metadata of each call, such as the one that names the tenant; bytes for ``-bin``.
         plaintext_token: Send the token without TLS to another machine, where something else protects the connection.
 
     Raises:
-        ValueError: These do not go together: a token in the clear, TLS on a unix socket.
+        ValueError: These do not go together: a token in the clear, TLS on a unix socket. Or one is not what gRPC
+            carries: a token with its file's end of line, a key in capitals, an endless timeout.
         OSError: A file of ``tls`` cannot be read.
     """
 
@@ -94,10 +101,11 @@ class Client:
         timeout: float | None = None,
         tls: Tls | None = None,
         token: str | Callable[[], str] | None = None,
-        metadata: Mapping[str, str] | None = None,
+        metadata: Mapping[str, str | bytes] | None = None,
         plaintext_token: bool = False,
     ) -> None:
-        self._timeout = timeout
+        self._closed = False
+        self._timeout = checked_timeout(timeout)
         self._connection = connection = Connection(address, tls, token, metadata, plaintext_token)
         credentials = connection.credentials()
         if credentials is None:
@@ -116,6 +124,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connection; calls that still run are cancelled."""
+        self._closed = True
         self._channel.close()
 
     def generate(
@@ -130,7 +139,14 @@ class Client:
     ) -> GenerationStream:
         """Generate and give the messages as they come."""
         request = generate_request(prompt, options)
-        return GenerationStream(self._inference.StreamGenerate(request, **self._terms(timeout)))
+        terms = self._terms(timeout)
+        try:
+            call = self._inference.StreamGenerate(request, **terms)
+        except ValueError:
+            if self._closed:  # by another thread, since the terms were made
+                raise closed_error() from None
+            raise
+        return GenerationStream(call, self._circumstances(terms))
 
     def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
         """End a live request; its own call ends with RequestCancelledError. Gives whether it was live."""
@@ -168,7 +184,7 @@ class Client:
 
     def capture_trace(self, seconds: float, *, timeout: float | None = None) -> server_pb2.CaptureTraceResponse:
         """Record the engine's steps for ``seconds``, at most 60; ``timeout`` is to be longer than that."""
-        request = server_pb2.CaptureTraceRequest(duration=duration(seconds))
+        request = server_pb2.CaptureTraceRequest(duration=duration("seconds", seconds))
         return self._call(self._server.CaptureTrace, request, timeout)
 
     def reset_prefix_cache(self, *, timeout: float | None = None) -> int:
@@ -183,17 +199,27 @@ class Client:
             seconds: Live requests that take longer are ended; None means the server's default.
             timeout: Of the call; it is to be longer than that.
         """
-        request = server_pb2.DrainRequest(timeout=None if seconds is None else duration(seconds))
+        request = server_pb2.DrainRequest(timeout=None if seconds is None else duration("seconds", seconds))
         return self._call(self._server.Drain, request, timeout).completed
 
     def _call(
         self, method: grpc.UnaryUnaryMultiCallable[_Request, _Response], request: _Request, timeout: float | None
     ) -> _Response:
+        terms = self._terms(timeout)
         try:
-            return method(request, **self._terms(timeout))
+            return method(request, **terms)
         except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
+            raise from_rpc_error(error, self._circumstances(terms)) from None
+        except ValueError:
+            if self._closed:  # by another thread, since the terms were made
+                raise closed_error() from None
+            raise
 
     def _terms(self, timeout: float | None) -> CallTerms:
-        limit = self._timeout if timeout is None else timeout
+        if self._closed:
+            raise closed_error()
+        limit = self._timeout if timeout is None else checked_timeout(timeout)
         return {"timeout": limit, "metadata": self._connection.call_metadata()}
+
+    def _circumstances(self, terms: CallTerms) -> Circumstances:
+        return Circumstances(terms["timeout"], self._connection.if_closed)

@@ -24,6 +24,10 @@ class FieldViolation:
     description: str
 
 
+CONNECTION_LOST = "CONNECTION_LOST"
+"""Reason of an :class:`UnavailableError` whose connection broke, or whose server ended, while it answered."""
+
+
 class RunnerdError(Exception):
     """Root of the client's errors: a call ended with another status than OK."""
 
@@ -39,7 +43,7 @@ class RunnerdError(Exception):
         super().__init__(message)
         self.code = code
         self.reason = reason
-        """The server's stable name of the error, such as "INVALID_REQUEST"; empty when the server gave none."""
+        """The server's stable name of the error, such as "INVALID_REQUEST", or :data:`CONNECTION_LOST`; else empty."""
         self.violations = violations
         """The wrong fields, with :class:`InvalidRequestError`."""
         self.retry_after = retry_after
@@ -71,11 +75,11 @@ class OverloadedError(RunnerdError):
 
 
 class UnavailableError(RunnerdError):
-    """The server cannot be reached, still loads, drains, or lost its engine; see ``retry_after``."""
+    """The server cannot be reached, still loads, drains, ended or lost its engine; see ``retry_after``."""
 
 
 class RequestCancelledError(RunnerdError):
-    """The request was aborted, or this client cancelled the call."""
+    """The request was aborted, or this client cancelled the call, or the client is closed."""
 
 
 class DeadlineError(RunnerdError):
@@ -99,33 +103,53 @@ _CLASSES: dict[grpc.StatusCode, type[RunnerdError]] = {
     grpc.StatusCode.INTERNAL: InternalError,
 }
 
-# gRPC's own words for a message or metadata beyond its limits: waiting does not help, as it does where a proxy says the
-# same status of its rate limit.
-_BEYOND_A_LIMIT = re.compile("message larger than max|metadata size exceeds", re.IGNORECASE)
+# gRPC has one status for several failures, and tells them apart in its text alone. Beyond its limits on messages and on
+# metadata, waiting does not help, as it does where a proxy says the same status of its rate limit.
+_LARGE_MESSAGE = re.compile("message larger than max", re.IGNORECASE)
+_LARGE_METADATA = re.compile("metadata size exceeds", re.IGNORECASE)
+_SERVER_ENDED = re.compile("Cancelling all calls")
+_BROKEN = re.compile("Stream removed")
+_CLOSED = re.compile("Socket closed|Connection reset")
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What the client knows about a call that failed, beside its status."""
+
+    timeout: float | None = None
+    """Of the call, in seconds; None: none."""
+    if_closed: str = ""
+    """What to try where the server closes each connection before it answers."""
+    answered: bool = False
+    """A message of the server had come."""
+
+
+def closed_error() -> RequestCancelledError:
+    """Give the error of a call on a client that is closed."""
+    return RequestCancelledError("the client is closed; make another", code=grpc.StatusCode.CANCELLED)
 
 
 def _unpack(packed: Iterable[AnyMessage], message: _M) -> _M | None:
     return next((message for one in packed if one.Unpack(message)), None)
 
 
-def from_rpc_error(error: grpc.RpcError) -> RunnerdError:
+def from_rpc_error(error: grpc.RpcError, circumstances: Circumstances | None = None) -> RunnerdError:
     """Give the error of the tree that ``error`` stands for."""
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return InternalError(str(error), code=grpc.StatusCode.UNKNOWN)
-    code = error.code()
+    code, text = error.code(), error.details() or error.code().name
     try:
         status = rpc_status.from_call(error)
     except ValueError:  # a proxy changed the status and left the details
         status = None
     packed = [] if status is None else list(status.details)
     info = _unpack(packed, error_details_pb2.ErrorInfo())
+    if not packed:
+        return _of_grpc(code, text, circumstances or Circumstances())
     bad_request = _unpack(packed, error_details_pb2.BadRequest())
     retry = _unpack(packed, error_details_pb2.RetryInfo())
-    kind = _CLASSES.get(code, RunnerdError)
-    if code is grpc.StatusCode.RESOURCE_EXHAUSTED and info is None and _BEYOND_A_LIMIT.search(error.details() or ""):
-        kind = InvalidRequestError
-    return kind(
-        error.details() or code.name,
+    return _CLASSES.get(code, RunnerdError)(
+        text,
         code=code,
         reason="" if info is None else info.reason,
         violations=()
@@ -133,3 +157,26 @@ def from_rpc_error(error: grpc.RpcError) -> RunnerdError:
         else tuple(FieldViolation(one.field, one.description) for one in bad_request.field_violations),
         retry_after=None if retry is None else retry.retry_delay.ToNanoseconds() / 1e9,
     )
+
+
+def _of_grpc(code: grpc.StatusCode, text: str, circumstances: Circumstances) -> RunnerdError:
+    """Give the error where the server gave no details: mostly gRPC's own, whose text names no remedy."""
+    kind, reason = _CLASSES.get(code, RunnerdError), ""
+    if kind is DeadlineError and circumstances.timeout is not None:
+        text = (
+            f"the call's timeout of {circumstances.timeout:g} s passed ({text}); give a longer timeout, or to a "
+            "generation a time_limit, which ends it in order"
+        )
+    elif kind is OverloadedError and _LARGE_MESSAGE.search(text):
+        kind = InvalidRequestError
+        text += "; send less, or ask the operator for a larger --max-message-bytes"
+    elif kind is OverloadedError and _LARGE_METADATA.search(text):
+        kind = InvalidRequestError
+        text += "; send less metadata, or ask the operator for a larger --max-metadata-bytes"
+    elif kind is UnavailableError and _SERVER_ENDED.search(text):
+        text, reason = f"the server ended while it answered ({text})", CONNECTION_LOST
+    elif kind is UnavailableError and (circumstances.answered or _BROKEN.search(text)):
+        text, reason = f"the connection broke while the server answered ({text})", CONNECTION_LOST
+    elif kind is UnavailableError and _CLOSED.search(text):
+        text += circumstances.if_closed
+    return kind(text, code=code, reason=reason)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal, NotRequired, TypedDict, cast
 
 from google.protobuf.duration_pb2 import Duration
 
 from runnerd.v1 import generation_pb2 as pb
 from runnerd.v1 import inference_pb2
+from runnerd_client.channel import checked_seconds
 
 
 class ChatTurn(TypedDict):
@@ -69,6 +70,8 @@ class GenerateOptions(TypedDict, total=False):
     guided_decoding: pb.GuidedDecoding | None
 
 
+_MISFITS = (ValueError, TypeError, OverflowError)
+"""What protobuf raises of a value that its field cannot hold."""
 _TRUNCATION = {
     "none": pb.TRUNCATION_SIDE_NONE,
     "left": pb.TRUNCATION_SIDE_LEFT,
@@ -102,18 +105,47 @@ def _conversation(prompt: Sequence[int] | Conversation) -> pb.ChatPrompt | None:
     """Give the conversation that ``prompt`` is; None for token ids.
 
     Raises:
+        TypeError: It is neither.
         ValueError: It is empty, and could be either.
     """
     if isinstance(prompt, pb.ChatPrompt):
         return prompt
+    _check_sequence(prompt)
     if len(prompt) == 0:
         raise ValueError("prompt is empty; give a text, at least one token id, or at least one chat message")
-    if len(prompt) > 0 and isinstance(prompt[0], (Mapping, pb.ChatMessage)):
+    if isinstance(prompt[0], (Mapping, pb.ChatMessage)):
         return chat(*cast(Sequence[ChatTurn | pb.ChatMessage], prompt))
     return None
 
 
+def _check_sequence(prompt: object) -> None:
+    """Refuse what may look like a sequence, and is none of token ids or messages.
+
+    Raises:
+        TypeError: It says what ``prompt`` is.
+    """
+    if isinstance(prompt, (Mapping, pb.ChatMessage)):
+        raise TypeError("prompt is one chat message; give a list of them, [message]")
+    if isinstance(prompt, (bytes, bytearray, memoryview)):
+        raise TypeError(f"prompt is {type(prompt).__name__}; give a text: decode it, as by prompt.decode()")
+    if isinstance(prompt, Set) or not (hasattr(prompt, "__len__") and hasattr(prompt, "__getitem__")):
+        raise TypeError(f"prompt is {prompt!r}, expected a text, token ids, or chat messages")
+
+
+def _no_text(error: UnicodeError) -> ValueError:
+    return ValueError(f"prompt is no text: {error}")
+
+
+def _token_ids(ids: Sequence[int]) -> pb.TokenIds:
+    try:
+        return pb.TokenIds(ids=ids)
+    except _MISFITS as error:
+        raise _kind(error)(f"prompt does not fit; of token ids each is from 0 to {2**32 - 1}: {error}") from error
+
+
 def _message(index: int, turn: ChatTurn) -> pb.ChatMessage:
+    if not isinstance(turn, Mapping):
+        raise TypeError(f"messages[{index}] is {turn!r}, expected a chat message")
     if unknown := turn.keys() - ChatTurn.__annotations__.keys():
         raise TypeError(f"unknown key {min(unknown)!r} in a chat message; known: {', '.join(ChatTurn.__annotations__)}")
     for key in ("role", "content"):
@@ -133,8 +165,10 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
         raise TypeError(f"unknown option {min(unknown)!r}; known: {', '.join(GenerateOptions.__annotations__)}")
     try:
         return _request(prompt, options)
-    except (ValueError, TypeError):
+    except _MISFITS as error:
         _check_each(options)
+        if isinstance(error, UnicodeError):
+            raise _no_text(error) from error
         raise
 
 
@@ -143,8 +177,15 @@ def _check_each(options: GenerateOptions) -> None:
     for name, value in options.items():
         try:
             _request("", cast(GenerateOptions, {name: value}))
-        except (ValueError, TypeError) as error:
-            raise type(error)(f"{name} is {value!r}, which does not fit its field: {error}") from error
+        except _MISFITS as error:
+            if str(error).startswith(f"{name} is "):
+                raise
+            raise _kind(error)(f"{name} is {value!r}, which does not fit its field: {error}") from error
+
+
+def _kind(error: Exception) -> type[Exception]:
+    """Give the class to name the argument with; that of a text that is no Unicode takes more than a message."""
+    return TypeError if isinstance(error, TypeError) else ValueError
 
 
 def _request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -165,7 +206,7 @@ def _request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
     elif (conversation := _conversation(prompt)) is not None:
         request.chat.CopyFrom(conversation)
     else:
-        request.token_ids.CopyFrom(pb.TokenIds(ids=cast(Sequence[int], prompt)))
+        request.token_ids.CopyFrom(_token_ids(cast(Sequence[int], prompt)))
     return request
 
 
@@ -211,12 +252,13 @@ def _stopping(options: GenerateOptions) -> pb.StoppingParams:
         stop_token_ids=options.get("stop_token_ids"),
         include_stop=options.get("include_stop"),
         ignore_eos=options.get("ignore_eos"),
-        time_limit=None if time_limit is None else duration(time_limit),
+        time_limit=None if time_limit is None else duration("time_limit", time_limit),
     )
 
 
-def duration(seconds: float) -> Duration:
-    """Give a protobuf duration."""
+def duration(name: str, seconds: float) -> Duration:
+    """Give ``seconds``, of the argument ``name``, as a protobuf duration. Raises as :func:`checked_seconds`."""
+    checked_seconds(name, seconds)
     message = Duration()
     message.FromNanoseconds(int(seconds * 1e9))
     return message
@@ -243,8 +285,18 @@ def _output(options: GenerateOptions) -> pb.OutputOptions:
 
 
 def tokenize_request(prompt: str | Conversation, add_special_tokens: bool | None) -> inference_pb2.TokenizeRequest:
-    """Give the request that tokenizes ``prompt``."""
+    """Give the request that tokenizes ``prompt``.
+
+    Raises:
+        TypeError: It is neither a text nor a conversation.
+        ValueError: It is no Unicode text, or a message has no role or no content.
+    """
     if isinstance(prompt, str):
-        return inference_pb2.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
-    conversation = prompt if isinstance(prompt, pb.ChatPrompt) else chat(*prompt)
-    return inference_pb2.TokenizeRequest(chat=conversation, add_special_tokens=add_special_tokens)
+        try:
+            return inference_pb2.TokenizeRequest(text=prompt, add_special_tokens=add_special_tokens)
+        except UnicodeError as error:
+            raise _no_text(error) from error
+    if not isinstance(prompt, pb.ChatPrompt):
+        _check_sequence(prompt)
+        prompt = chat(*prompt)
+    return inference_pb2.TokenizeRequest(chat=prompt, add_special_tokens=add_special_tokens)
