@@ -365,6 +365,12 @@ def test_the_command_line_speaks_tls_and_sends_a_token(
     monkeypatch.setenv("RUNNERD_TOKEN", USER)
     ends(0, "generate", "x", "--raw", "--max-tokens", "1", *connection)
     assert "chat is no administrator" in ends(4, "reset-prefix-cache", *connection)
+    assert main(("drain", *connection)) == 4
+    told = capsys.readouterr()
+    assert told.out == ""  # nothing drains
+    assert 'role = "admin"' in told.err
+    assert "--tls-admins" in told.err
+    ends(0, "generate", "x", "--raw", "--max-tokens", "1", *connection)
     assert "cannot read" in ends(2, "info", *connection[:2], "--tls-ca", str(tmp_path / "none.pem"))
     token_file.write_text("\n")
     assert f"{token_file} is empty" in ends(2, "info", *connection, "--token-file", str(token_file))

@@ -15,6 +15,7 @@ from runnerd_client import (
     AlreadyExistsError,
     AsyncClient,
     Client,
+    DeadlineError,
     InvalidRequestError,
     NotFoundError,
     OverloadedError,
@@ -25,6 +26,7 @@ from runnerd_client import (
     UnavailableError,
 )
 from runnerd_service.cli import exit_codes
+from runnerd_service.cli.values import argument, positive_seconds
 from runnerd_service.errors import ConfigurationError
 
 ADDRESS_VARIABLE = "RUNNERD_ADDRESS"
@@ -77,7 +79,12 @@ def add_connection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--plaintext-token", action="store_true", help="send the token without TLS, also to another machine"
     )
-    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="most time a call may take (default: none)")
+    parser.add_argument(
+        "--timeout",
+        type=argument(positive_seconds),
+        metavar="SECONDS",
+        help="most time a call may take (default: none)",
+    )
 
 
 @contextmanager
@@ -88,16 +95,13 @@ def connected(arguments: argparse.Namespace) -> Iterator[Client]:
         CallFailed: A call in the block failed.
         ConfigurationError: The connection cannot be made as it was asked for.
     """
-    with _client(Client, arguments) as client:
-        try:
-            yield client
-        except RunnerdError as error:
-            raise CallFailed(_describe(error, arguments.address), _exit_code(error)) from error
+    with _client(Client, arguments) as client, calls_described(arguments):
+        yield client
 
 
 @asynccontextmanager
 async def connected_async(arguments: argparse.Namespace) -> AsyncIterator[AsyncClient]:
-    """Give an asynchronous client of the server; what its calls raise is the caller's.
+    """Give an asynchronous client of the server; what its calls raise is the caller's, see :func:`calls_described`.
 
     Raises:
         ConfigurationError: The connection cannot be made as it was asked for.
@@ -106,7 +110,22 @@ async def connected_async(arguments: argparse.Namespace) -> AsyncIterator[AsyncC
         yield client
 
 
+@contextmanager
+def calls_described(arguments: argparse.Namespace) -> Iterator[None]:
+    """Tell in the command's words of a call that failed.
+
+    Raises:
+        CallFailed: A call in the block failed.
+    """
+    try:
+        yield
+    except RunnerdError as error:
+        raise CallFailed(_describe(error, arguments), _exit_code(error)) from error
+
+
 def _client(kind: type[_Client], arguments: argparse.Namespace) -> _Client:
+    if (arguments.tls_cert is None) != (arguments.tls_key is None):
+        raise ConfigurationError("--tls-cert and --tls-key go together; give both or neither")
     options = (arguments.tls_ca, arguments.tls_cert, arguments.tls_key, arguments.tls_server_name)
     try:
         tls = Tls(*options) if arguments.tls or any(options) else None
@@ -120,7 +139,20 @@ def _client(kind: type[_Client], arguments: argparse.Namespace) -> _Client:
     except OSError as error:
         raise ConfigurationError(f"cannot read {error.filename}: {error.strerror}") from error
     except ValueError as error:
-        raise ConfigurationError(str(error)) from error
+        raise ConfigurationError(_connection_problem(str(error), arguments)) from error
+
+
+def _connection_problem(text: str, arguments: argparse.Namespace) -> str:
+    """Say in the command's words what the client says in those of its arguments."""
+    if "plaintext_token" in text:
+        return (
+            f"the token would go to {arguments.address} in the clear; give --tls or --tls-ca, or --plaintext-token "
+            "where something else protects the connection"
+        )
+    if "a unix socket speaks no TLS" in text:
+        return f"{arguments.address} is a unix socket, which speaks no TLS; leave out --tls and --tls-..."
+    source = f"${TOKEN_VARIABLE}" if arguments.token_file is None else f"--token-file {arguments.token_file}"
+    return f"{source}: {text}" if text.startswith("token ") else text
 
 
 def _token(path: str | None) -> str | None:
@@ -138,16 +170,24 @@ def _exit_code(error: RunnerdError) -> int:
     return exit_codes.REFUSED if isinstance(error, _REFUSALS) else exit_codes.FAILURE
 
 
-def _describe(error: RunnerdError, address: str) -> str:
-    retry = "" if error.retry_after is None else f" (try again in {error.retry_after:g} s)"
+def _describe(error: RunnerdError, arguments: argparse.Namespace) -> str:
+    address, retry = arguments.address, "" if error.retry_after is None else f" (try again in {error.retry_after:g} s)"
+    if isinstance(error, DeadlineError) and not error.reason and arguments.timeout is not None:
+        return f"the call took longer than --timeout {arguments.timeout:g}; give more seconds, or leave --timeout out"
+    if isinstance(error, PermissionDeniedError) and "administrator" in str(error):
+        return (
+            f'{error}; administrators have role = "admin" in the server\'s --auth-tokens file, or a certificate whose '
+            "name is among its --tls-admins"
+        )
     if isinstance(error, UnavailableError) and not error.reason and _TLS_FAILURE.search(str(error)):
         return (
             f"the TLS handshake with {address} failed: {error}; is --tls-ca the server's authority, does "
             "--tls-server-name fit its certificate, does it ask for --tls-cert and --tls-key, and does it speak TLS?"
         )
     if isinstance(error, UnavailableError) and not error.reason and _CLOSED.search(str(error)):
+        text = str(error).partition("; perhaps")[0]  # the client's own advice, in its arguments' words
         return (
-            f"{address} closed the connection: {error}; if the server speaks TLS, give --tls or --tls-ca, and "
+            f"{address} closed the connection: {text}; if the server speaks TLS, give --tls or --tls-ca, and "
             "--tls-cert and --tls-key where it asks for a certificate"
         )
     if isinstance(error, UnavailableError) and not error.reason:  # gRPC's own: nothing answers there

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 from typing import Any
 
+from runnerd.v1.server_pb2 import SERVER_STATE_DRAINING
 from runnerd_client import DeadlineError
 from runnerd_service.cli import exit_codes
-from runnerd_service.cli.connection import CallFailed, add_connection, connected
+from runnerd_service.cli.connection import CallFailed, add_connection, calls_described, connected_async
 from runnerd_service.cli.values import argument, seconds
+
+_POLL_SECONDS = 0.02
 
 _EPILOG = f"""\
 There is no way back: a drained server answers questions, and serves nothing until it is started anew. Interrupted or
@@ -51,16 +55,26 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         CallFailed: The server did not do it, or does it still.
     """
-    with connected(arguments) as client:
-        load = client.load()
-        print(f"draining: {load.num_running} outputs run, {load.num_waiting} wait", flush=True)
+    with calls_described(arguments):
+        completed = asyncio.run(_drain(arguments))
+    print("drained: all live requests ended by themselves" if completed else "drained: what took longer was ended")
+    return exit_codes.OK if completed else exit_codes.FAILURE
+
+
+async def _drain(arguments: argparse.Namespace) -> bool:
+    """Drain, and say so once the server does it: it may refuse."""
+    async with connected_async(arguments) as client:
+        draining = asyncio.create_task(client.drain(arguments.drain_seconds))
+        while not draining.done() and (await client.server_info()).state != SERVER_STATE_DRAINING:
+            await asyncio.wait((draining,), timeout=_POLL_SECONDS)
+        if not draining.done() or draining.exception() is None:
+            load = await client.load()
+            print(f"draining: {load.num_running} outputs run, {load.num_waiting} wait", flush=True)
         try:
-            completed = client.drain(arguments.drain_seconds)
+            return await draining
         except DeadlineError as error:
             raise CallFailed(
                 f"the server did not say in {arguments.timeout:g} s that it is drained; it may still drain, "
                 "`runnerd info` tells (give a --timeout that is longer than --drain-seconds)",
                 exit_codes.FAILURE,
             ) from error
-    print("drained: all live requests ended by themselves" if completed else "drained: what took longer was ended")
-    return exit_codes.OK if completed else exit_codes.FAILURE

@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         RunnerdError: The engine failed while it started.
     """
     flags = _flags(vars(arguments))
+    _check_switches(arguments.model)
     try:
         settings = load_settings(
             flags=flags,
@@ -123,6 +124,15 @@ def check_model(config: ServerConfig) -> None:
     if model is not None and not Path(model).exists() and _needs_model(config.engine.runner):
         raise ConfigurationError(
             f"model {model!r} does not exist; give the path of a model directory or a GGUF file (nothing is downloaded)"
+        )
+
+
+def _check_switches(model: str | None) -> None:
+    """Refuse a MODEL that was meant as the value of the switch before it."""
+    if model is not None and model.lower() in ("true", "false", "on", "off", "yes", "no") and not Path(model).exists():
+        raise ConfigurationError(
+            f"{model!r} was taken as MODEL, and there is no such file: switches have no value; --NAME turns one on and "
+            "--no-NAME off, such as --no-prefix-caching"
         )
 
 
