@@ -7,7 +7,7 @@ import asyncio
 from typing import Any
 
 from runnerd.v1.server_pb2 import SERVER_STATE_DRAINING
-from runnerd_client import DeadlineError
+from runnerd_client import AsyncClient, DeadlineError
 from runnerd_service.cli import exit_codes
 from runnerd_service.cli.connection import CallFailed, add_connection, calls_described, connected_async
 from runnerd_service.cli.values import argument, seconds
@@ -65,12 +65,8 @@ async def _drain(arguments: argparse.Namespace) -> bool:
     """Drain, and say so once the server does it: it may refuse."""
     async with connected_async(arguments) as client:
         draining = asyncio.create_task(client.drain(arguments.drain_seconds))
-        while not draining.done() and (await client.server_info()).state != SERVER_STATE_DRAINING:
-            await asyncio.wait((draining,), timeout=_POLL_SECONDS)
-        if not draining.done() or draining.exception() is None:
-            load = await client.load()
-            print(f"draining: {load.num_running} outputs run, {load.num_waiting} wait", flush=True)
         try:
+            await _tell(client, draining)
             return await draining
         except DeadlineError as error:
             raise CallFailed(
@@ -78,3 +74,15 @@ async def _drain(arguments: argparse.Namespace) -> bool:
                 "`runnerd info` tells (give a --timeout that is longer than --drain-seconds)",
                 exit_codes.FAILURE,
             ) from error
+        finally:
+            draining.cancel()
+            await asyncio.gather(draining, return_exceptions=True)
+
+
+async def _tell(client: AsyncClient, draining: asyncio.Task[bool]) -> None:
+    """Print what is live, as soon as the server drains; nothing where it refuses to."""
+    while not draining.done() and (await client.server_info()).state != SERVER_STATE_DRAINING:
+        await asyncio.wait((draining,), timeout=_POLL_SECONDS)
+    if not draining.done() or draining.exception() is None:
+        load = await client.load()
+        print(f"draining: {load.num_running} outputs run, {load.num_waiting} wait", flush=True)
