@@ -94,6 +94,14 @@ def test_each_example_does_what_it_says(example, daemon: str) -> None:
     assert example("many", daemon, "20") == "640 tokens in 20 streams\n"
 
 
+@pytest.mark.parametrize("path", sorted((PROJECT / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_an_example_without_its_arguments_says_how_it_is_used(site: Path, path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"usage: python {path.name} ADDRESS( [A-Z]+)?\n", done.stderr)
+
+
 def test_each_example_is_run_here(example) -> None:
     names = {path.stem for path in (PROJECT / "examples").glob("*.py")}
     assert names == set(re.findall(r'example\("(\w+)"', Path(__file__).read_text()))

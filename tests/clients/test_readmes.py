@@ -43,6 +43,12 @@ def to_run(language: str) -> list[str]:
     ]
 
 
+def server_flags(language: str) -> list[str]:
+    """Give what the page starts its server with."""
+    page = (CLIENTS / language / "README.md").read_text()
+    return re.search(r"runnerd serve ((?:--[a-z-]+ [\w=.]+\s*)+)", page)[1].split()
+
+
 def copy_of(language: str, folder: Path) -> Path:
     """Give a copy of the client beside the protos: what is built lies in it, and no other process builds there."""
     project = folder / "clients" / language
@@ -73,12 +79,35 @@ def test_printed_lines_run_as_they_stand(native_client, daemons, tmp_path: Path)
     language = native_client.language
     if language == "java" and not all(path.exists() for path in NEEDED):
         pytest.skip("no Maven of Debian's here; clients/java/README.md says what to install")
-    address = daemons.start("--runner", "sim", "--log-level", "warning", "--runner-option", f"script={SCRIPT}")
+    address = daemons.start(*server_flags(language), "--log-level", "warning", "--runner-option", f"script={SCRIPT}")
     project = copy_of(language, tmp_path)
     printed = [run_block(block, project, address) for block in to_run(language)]
     assert len(printed) == {"go": 1, "java": 2, "node": 1}[language]
     for one in printed:
         assert one.endswith(f"{SCRIPT}\n[FINISH_REASON_STOP, {len(SCRIPT.encode()) + 1} tokens]\n")
+    # On the page's server the deadline passes, as the example is there to show.
+    late = native_client.example("deadline", address)
+    assert re.match("the call's deadline: DEADLINE_?EXCEEDED\n", late, re.IGNORECASE)
+    assert any(late.partition(":")[0] in one for one in printed)
+
+
+@pytest.mark.parametrize("language", ["go", "java", "node", "python"])
+def test_each_page_s_server_is_slow_enough_for_the_deadline_example(language: str) -> None:
+    seconds = next(flag for flag in server_flags(language) if flag.startswith("step_seconds=")).partition("=")[2]
+    assert float(seconds) * 1000 > 10 * 0.5  # 1000 tokens, and half a second for them
+
+
+@pytest.mark.parametrize("native_client", ["node"], indirect=True)
+def test_the_node_page_shows_how_a_program_generates(native_client, daemons, tmp_path: Path) -> None:
+    program = re.search(r"```ts\n(import .*?)```", (CLIENTS / "node" / "README.md").read_text(), re.DOTALL)[1]
+    project = copy_of(native_client.language, tmp_path)
+    (project / "examples" / "page.ts").write_text(program.replace("runnerd-client", "../src/index.js"))
+    run_block("npm run build", project, "")
+    address = daemons.start(*server_flags("node"), "--log-level", "warning", "--runner-option", f"script={SCRIPT}")
+    built = (project / "dist" / "examples" / "page.js").read_text()
+    (project / "dist" / "examples" / "page.js").write_text(built.replace(PRINTED, address))
+    printed = run_block("node dist/examples/page.js", project, address)
+    assert re.fullmatch(rf"{re.escape(SCRIPT)}\nrunning: \d\n", printed)
 
 
 @pytest.mark.parametrize("language", ["go", "java"])

@@ -5,6 +5,8 @@ import time
 
 from runnerd_client import Client
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python cancel.py ADDRESS")
 with Client(sys.argv[1], timeout=60) as client:
     with client.stream("Count to a million.", max_tokens=1000, ignore_eos=True) as stream:
         for text in stream.texts():

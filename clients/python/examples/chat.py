@@ -4,6 +4,8 @@ import sys
 
 from runnerd_client import ChatTurn, Client
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python chat.py ADDRESS")
 conversation: list[ChatTurn] = [{"role": "system", "content": "Answer in one sentence."}]
 with Client(sys.argv[1]) as client:
     for line in sys.stdin:

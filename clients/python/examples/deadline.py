@@ -4,6 +4,8 @@ import sys
 
 from runnerd_client import Client, DeadlineError
 
+if len(sys.argv) != 3:
+    sys.exit("usage: python deadline.py ADDRESS SECONDS")
 address, seconds = sys.argv[1:]
 with Client(address) as client:
     try:

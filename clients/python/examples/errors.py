@@ -4,6 +4,8 @@ import sys
 
 from runnerd_client import Client, InvalidRequestError, NotFoundError, OverloadedError
 
+if len(sys.argv) != 2:
+    sys.exit("usage: python errors.py ADDRESS")
 with Client(sys.argv[1]) as client:
     try:
         client.generate("hello", temperature=-1, top_p=7)

@@ -22,4 +22,6 @@ async def main(address: str, count: int) -> None:
     print(f"{sum(counts)} tokens in {count} streams")
 
 
+if len(sys.argv) != 3:
+    sys.exit("usage: python many.py ADDRESS COUNT")
 asyncio.run(main(sys.argv[1], int(sys.argv[2])))

@@ -4,6 +4,8 @@ import sys
 
 from runnerd_client import Client, FinishReason
 
+if len(sys.argv) != 3:
+    sys.exit("usage: python stream.py ADDRESS PROMPT")
 address, prompt = sys.argv[1:]
 with Client(address, timeout=60) as client, client.stream(prompt, max_tokens=64, seed=7) as stream:
     for message in stream:
