@@ -161,6 +161,17 @@ async def test_bytes_that_are_no_message_end_with_a_status(live) -> None:
 
 
 # G36
+async def test_an_option_of_a_newer_client_is_refused_and_not_ignored(live) -> None:
+    newer = pb.GenerateRequest(text="x").SerializeToString() + b"\x98\x06\x01"  # field 99, a varint
+    async with grpc.aio.insecure_channel(live.address) as channel:
+        for method in ("Generate", "StreamGenerate"):
+            make = channel.unary_unary if method == "Generate" else channel.unary_stream
+            call = make(f"/runnerd.v1.InferenceService/{method}")(newer, timeout=30)
+            with pytest.raises(grpc.aio.AioRpcError, match="this server knows no field 99") as caught:
+                await (call if method == "Generate" else call.read())
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
 async def test_a_message_over_the_limit_says_which_limit(serve) -> None:
     async with serve(max_message_bytes=2000) as live:
         assert (await live.client.server_info()).max_message_bytes == 2000

@@ -12,7 +12,7 @@ from runnerd.v1 import generation_pb2 as pb
 from runnerd.v1 import inference_pb2
 from runnerd_service.errors import FieldViolation, InvalidRequest
 from runnerd_service.frontend.types import ChatPrompt, Generation
-from runnerd_service.rpc.convert import to_generation, tokenize_prompt
+from runnerd_service.rpc.convert import skip_special_tokens, to_generation, tokenize_prompt
 
 Path = tuple[FieldDescriptor, ...]
 
@@ -184,3 +184,62 @@ def test_content_beside_parts_is_refused() -> None:
     request = inference_pb2.TokenizeRequest(chat=pb.ChatPrompt(messages=[message]))
     with pytest.raises(InvalidRequest, match=r"chat\.messages\[0\]\.parts"):
         tokenize_prompt(request)
+
+
+def varint(number: int) -> bytes:
+    low, rest = number & 127, number >> 7
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
+
+
+def field(number: int, value: int | bytes) -> bytes:
+    """Give a field as the wire has it: a varint, or bytes with their length."""
+    if isinstance(value, int):
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
+
+
+TEXT = pb.GenerateRequest(text="x").SerializeToString()
+TEMPLATE_VALUE = field(1, field(1, b"a") + field(2, field(88, 1)))  # of a Struct: the key "a", a value of field 88
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "part"),
+    [
+        (field(99, 1), "GenerateRequest", "this server knows no field 99"),
+        (field(99, 1) + field(98, b"x"), "GenerateRequest", "this server knows no field 98; leave"),
+        (field(6, field(77, 1)), "sampling", "this server knows no field 77"),
+        (field(6, 5), "GenerateRequest", "field 6 (sampling) came as another type"),
+        (field(6, field(1, 1)), "sampling", "field 1 (temperature) came as another type"),
+        (field(4, field(1, b"") + field(1, field(9, b"x"))), "chat.messages[1]", "this server knows no field 9"),
+        (field(4, field(6, TEMPLATE_VALUE)), "chat.chat_template_kwargs.fields.a", "this server knows no field 88"),
+        (field(99, b"x" * 5000), "GenerateRequest", "5004 bytes are of fields that this server does not know"),
+        (field(99, 1) * 100_000, "GenerateRequest", "300000 bytes are of fields that this server does not know"),
+    ],
+)
+def test_what_the_server_does_not_know_is_refused_by_its_path(data: bytes, path: str, part: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        to_generation(pb.GenerateRequest.FromString(TEXT + data))
+    [violation] = caught.value.violations
+    assert violation.field == path
+    assert part in violation.description
+
+
+def test_requests_of_the_tokenizer_are_checked_too() -> None:
+    with pytest.raises(InvalidRequest, match="TokenizeRequest: this server knows no field 99"):
+        tokenize_prompt(inference_pb2.TokenizeRequest.FromString(field(1, b"x") + field(99, 1)))
+    with pytest.raises(InvalidRequest, match="DetokenizeRequest: this server knows no field 99"):
+        skip_special_tokens(inference_pb2.DetokenizeRequest.FromString(field(99, 1)))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        field(3, field(1, 5) + field(1, 6)),  # token ids one by one
+        field(7, field(1, 2)) + field(7, field(1, 3)),  # a message in parts
+        field(10, 2**40),  # a number that is cut
+        field(8, b"\x08\x80\x00"),  # a number with idle bytes
+        field(6, field(10, b"")),  # an entry of a map without key and value
+    ],
+)
+def test_another_form_of_what_is_known_is_taken(data: bytes) -> None:
+    assert to_generation(pb.GenerateRequest.FromString(TEXT + data)).prompt

@@ -18,6 +18,7 @@ from runnerd_service.errors import InvalidRequest
 from runnerd_service.frontend.types import ChatPrompt, Generation
 from runnerd_service.frontend.validation import Violations
 from runnerd_service.guided.guide import Guide
+from runnerd_service.rpc.unknown_fields import check_known
 
 _T = TypeVar("_T")
 _Truncation = Literal["none", "left", "right"]
@@ -45,8 +46,9 @@ def to_generation(request: generation_pb2.GenerateRequest) -> Generation:
     """Give the generation that ``request`` asks for, each field of it carried.
 
     Raises:
-        InvalidRequest: No prompt, or a field that has no meaning; all violations at once.
+        InvalidRequest: An unknown field, no prompt, or a field that has no meaning; all violations at once.
     """
+    check_known(request)
     violations = Violations()
     options, sampling, stopping, output = request.prompt_options, request.sampling, request.stopping, request.output
     generation = Generation(
@@ -99,8 +101,9 @@ def tokenize_prompt(request: inference_pb2.TokenizeRequest) -> str | ChatPrompt:
     """Give the prompt to tokenize.
 
     Raises:
-        InvalidRequest: No prompt, or a chat message that has no meaning.
+        InvalidRequest: An unknown field, no prompt, or a chat message that has no meaning.
     """
+    check_known(request)
     violations = Violations()
     prompt: str | ChatPrompt = request.text
     if request.HasField("chat"):
@@ -118,7 +121,12 @@ def add_special_tokens(request: inference_pb2.TokenizeRequest) -> bool | None:
 
 
 def skip_special_tokens(request: inference_pb2.DetokenizeRequest) -> bool | None:
-    """Give the option as set; None when unset."""
+    """Give the option as set; None when unset.
+
+    Raises:
+        InvalidRequest: The request has an unknown field.
+    """
+    check_known(request)
     return _optional(request, "skip_special_tokens", request.skip_special_tokens)
 
 
