@@ -46,7 +46,7 @@ def _unknown(message: Message, path: str) -> Iterator[tuple[str, str]]:
         yield (
             path,
             "; ".join(
-                f"field {number} ({known[number].name}) came as another type; {_REMEDY}"
+                f"field {number} ({known[number].name}) came in another form than this server knows; {_REMEDY}"
                 if number in known
                 else f"this server knows no field {number}; {_REMEDY}"
                 for number in numbers
