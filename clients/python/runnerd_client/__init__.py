@@ -18,6 +18,7 @@ from runnerd_client.aio import AsyncClient, AsyncGenerationStream
 from runnerd_client.channel import DEFAULT_ADDRESS, Tls
 from runnerd_client.client import Client, GenerationStream
 from runnerd_client.errors import (
+    CONNECTION_LOST,
     AlreadyExistsError,
     DeadlineError,
     FieldViolation,
@@ -35,6 +36,7 @@ from runnerd_client.requests import ChatTurn, Conversation, GenerateOptions, Pro
 from runnerd_client.text import to_dict
 
 __all__ = [
+    "CONNECTION_LOST",
     "DEFAULT_ADDRESS",
     "AlreadyExistsError",
     "AsyncClient",

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Self, TypeVar, Unpack
+from weakref import WeakSet
 
 import grpc
 
@@ -38,6 +39,7 @@ class AsyncGenerationStream:
         self._call = call
         self._circumstances = circumstances
         self._messages = aiter(call)
+        self._cancelled = False
         self._error: RunnerdError | None = None
 
     def __aiter__(self) -> AsyncIterator[inference_pb2.StreamGenerateResponse]:
@@ -53,6 +55,11 @@ class AsyncGenerationStream:
             raise self._error from None
         except asyncio.CancelledError:
             if _task_is_cancelled():
+                raise
+            self._error = _cancelled_call()
+            raise self._error from None
+        except StopAsyncIteration:
+            if not self._cancelled:
                 raise
             self._error = _cancelled_call()
             raise self._error from None
@@ -76,7 +83,7 @@ class AsyncGenerationStream:
 
     def cancel(self) -> None:
         """End the generation; no error if it has ended."""
-        self._call.cancel()
+        self._cancelled = self._call.cancel() or self._cancelled
 
 
 class AsyncClient:
@@ -111,6 +118,7 @@ class AsyncClient:
         plaintext_token: bool = False,
     ) -> None:
         self._closed = False
+        self._streams: WeakSet[AsyncGenerationStream] = WeakSet()
         self._timeout = checked_timeout(timeout)
         self._connection = connection = Connection(address, tls, token, metadata, plaintext_token)
         credentials = connection.credentials()
@@ -131,6 +139,8 @@ class AsyncClient:
     async def close(self) -> None:
         """Close the connection; calls that still run are cancelled."""
         self._closed = True
+        for stream in list(self._streams):  # gRPC 1.75 gives their readers no end, or one like that of a whole answer
+            stream.cancel()
         await self._channel.close()
 
     async def generate(
@@ -146,7 +156,9 @@ class AsyncClient:
         """Generate and give the messages as they come."""
         request = generate_request(prompt, options)
         terms = self._terms(timeout)
-        return AsyncGenerationStream(self._inference.StreamGenerate(request, **terms), self._circumstances(terms))
+        stream = AsyncGenerationStream(self._inference.StreamGenerate(request, **terms), self._circumstances(terms))
+        self._streams.add(stream)
+        return stream
 
     async def abort(self, request_id: str, *, timeout: float | None = None) -> bool:
         """End a live request; its own call ends with RequestCancelledError. Gives whether it was live."""
