@@ -39,6 +39,11 @@ def request(max_tokens: int, **fields: object) -> generation_pb2.GenerateRequest
     return generation_pb2.GenerateRequest(text="a prompt", stopping=stopping, **fields)
 
 
+async def rest(call: grpc.aio.UnaryStreamCall) -> None:
+    while await call.read() != grpc.aio.EOF:
+        pass
+
+
 async def whole(stub: inference_pb2_grpc.InferenceServiceStub, number: int) -> None:
     assert [message async for message in stub.StreamGenerate(request(3))]
     await stub.Generate(request(3))
@@ -61,8 +66,7 @@ async def aborted(stub: inference_pb2_grpc.InferenceServiceStub, number: int) ->
     await call.read()
     await stub.Abort(inference_pb2.AbortRequest(request_id=f"number {number}"))
     with pytest.raises(grpc.aio.AioRpcError, match=r"CANCELLED|ABORTED"):
-        while await call.read() != grpc.aio.EOF:
-            pass
+        await rest(call)
 
 
 async def refused(stub: inference_pb2_grpc.InferenceServiceStub, number: int) -> None:
