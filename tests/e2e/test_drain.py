@@ -13,8 +13,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from runnerd.v1 import server_pb2, server_pb2_grpc
 from runnerd.v1.server_pb2 import ServerState
 from runnerd_client import Client, InvalidRequestError, UnavailableError
 from runnerd_service.cli.main import main
@@ -62,6 +64,21 @@ async def test_a_negative_time_is_refused_and_nothing_is_drained(serve) -> None:
     async with serve() as live:
         with pytest.raises(InvalidRequestError, match="timeout: got -1 s"):
             await live.client.drain(-1)
+        assert (await live.client.generate("x", max_tokens=1)).outputs
+
+
+@pytest.mark.parametrize("nanos", [-5, 2**31 - 1])
+async def test_a_time_that_is_no_duration_is_refused_and_nothing_is_drained(serve, nanos) -> None:
+    duration = Duration(seconds=int(nanos < 0), nanos=nanos)
+    async with serve() as live, grpc.aio.insecure_channel(live.address) as channel:
+        stub = server_pb2_grpc.ServerServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError, match=f"timeout: got .* {nanos} nanos"):
+            await stub.Drain(server_pb2.DrainRequest(timeout=duration))
+        with pytest.raises(grpc.aio.AioRpcError, match=f"duration: got .* {nanos} nanos"):
+            await stub.CaptureTrace(server_pb2.CaptureTraceRequest(duration=duration))
+        unknown = server_pb2.DrainRequest.FromString(b"\x98\x06\x01")  # number 99
+        with pytest.raises(grpc.aio.AioRpcError, match="99"):
+            await stub.Drain(unknown)
         assert (await live.client.generate("x", max_tokens=1)).outputs
 
 

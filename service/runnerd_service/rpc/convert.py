@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from google.protobuf import struct_pb2
+from google.protobuf import duration_pb2, struct_pb2
 from google.protobuf.message import Message
 
 from runnerd.v1 import generation_pb2, inference_pb2
-from runnerd_service.errors import InvalidRequest
+from runnerd_service.errors import FieldViolation, InvalidRequest
 from runnerd_service.frontend.types import ChatPrompt, Generation
 from runnerd_service.frontend.validation import Violations
 from runnerd_service.guided.guide import Guide
@@ -134,6 +134,19 @@ def _optional(message: Message, field: str, value: _T) -> _T | None:
     return value if message.HasField(field) else None
 
 
+def to_seconds(field: str, duration: duration_pb2.Duration) -> float:
+    """Give the seconds of ``duration``, the value of ``field``.
+
+    Raises:
+        InvalidRequest: It is no protobuf duration.
+    """
+    seconds, nanos = duration.seconds, duration.nanos
+    if abs(nanos) >= 10**9 or seconds * nanos < 0:
+        got = f"got {seconds} seconds and {nanos} nanos, expected nanos of the same sign and below 1e9"
+        raise InvalidRequest(FieldViolation(field, got))
+    return seconds + nanos / 1e9
+
+
 def _enum(field: str, number: int, meanings: Mapping[int, _T], default: _T, violations: Violations) -> _T:
     if number in meanings:
         return meanings[number]
@@ -145,12 +158,12 @@ def _enum(field: str, number: int, meanings: Mapping[int, _T], default: _T, viol
 def _time_limit(stopping: generation_pb2.StoppingParams, violations: Violations) -> float | None:
     if not stopping.HasField("time_limit"):
         return None
-    seconds, nanos = stopping.time_limit.seconds, stopping.time_limit.nanos
-    if abs(nanos) >= 10**9 or seconds * nanos < 0:
-        got = f"got {seconds} seconds and {nanos} nanos, expected nanos of the same sign and below 1e9"
-        violations.add("stopping.time_limit", got)
+    try:
+        return to_seconds("stopping.time_limit", stopping.time_limit)
+    except InvalidRequest as refused:
+        for one in refused.violations:
+            violations.add(one.field, one.description)
         return None
-    return seconds + nanos / 1e9
 
 
 def _prompt(request: generation_pb2.GenerateRequest, violations: Violations) -> str | Sequence[int] | ChatPrompt:

@@ -24,6 +24,7 @@ from runnerd_service.rpc import convert, replies, stream_messages
 from runnerd_service.rpc.access import CALLER
 from runnerd_service.rpc.request_record import FINISH_REASONS, OUTCOMES, Observers, RequestRecord
 from runnerd_service.rpc.runners import describe_runners
+from runnerd_service.rpc.unknown_fields import check_known
 from runnerd_service.telemetry.tracing import RequestTracer
 from runnerd_spi import SPI_VERSION
 
@@ -75,6 +76,7 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Abort(self, request: inference_pb2.AbortRequest, context: _Context) -> inference_pb2.AbortResponse:
         """End a live request."""
+        check_known(request)
         if not request.request_id:
             raise InvalidRequest(FieldViolation("request_id", "is empty; give the name of the request to end"))
         caller = CALLER.get()
@@ -214,7 +216,8 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         self, request: server_pb2.CaptureTraceRequest, context: _Context
     ) -> server_pb2.CaptureTraceResponse:
         """Record the engine's steps."""
-        trace = await self._frontend.capture_trace(request.duration.ToNanoseconds() / 1e9)
+        check_known(request)
+        trace = await self._frontend.capture_trace(convert.to_seconds("duration", request.duration))
         return server_pb2.CaptureTraceResponse(
             trace_json=trace.trace_json, num_steps=trace.num_steps, num_dropped_steps=trace.num_dropped_steps
         )
@@ -227,7 +230,10 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
 
     async def Drain(self, request: server_pb2.DrainRequest, context: _Context) -> server_pb2.DrainResponse:
         """Refuse new requests and wait for the live ones."""
-        seconds = request.timeout.ToNanoseconds() / 1e9 if request.HasField("timeout") else self._config.drain_seconds
+        check_known(request)
+        seconds = self._config.drain_seconds
+        if request.HasField("timeout"):
+            seconds = convert.to_seconds("timeout", request.timeout)
         if seconds < 0:
             raise InvalidRequest(FieldViolation("timeout", f"got {seconds:g} s, expected 0 or more"))
         logger.warning("draining by an administrator's call: live requests have %g s to finish", seconds)
