@@ -110,3 +110,11 @@ async def test_a_server_may_be_told_to_refuse_no_deadline(serve, idle) -> None:
             task.cancel()
         await asyncio.wait(waiting)
         await idle(live)
+
+
+async def test_a_burst_of_calls_is_served(serve, idle) -> None:
+    """gRPC cancels calls by chance when more than a thousand have come and are not taken up yet."""
+    async with serve() as live:
+        burst = (live.client.generate("x", max_tokens=1) for _ in range(3000))
+        assert all(one.outputs for one in await asyncio.gather(*burst))
+        await idle(live)

@@ -136,8 +136,8 @@ ENDINGS = {
     "cancel": (grpc.StatusCode.CANCELLED, ""),
     "deadline": (grpc.StatusCode.DEADLINE_EXCEEDED, ""),
     "abort": (grpc.StatusCode.CANCELLED, "REQUEST_ABORTED"),
-    "connection dropped": (grpc.StatusCode.UNAVAILABLE, ""),
-    "connection reset": (grpc.StatusCode.UNAVAILABLE, ""),
+    "connection dropped": (grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST"),
+    "connection reset": (grpc.StatusCode.UNAVAILABLE, "CONNECTION_LOST"),
 }
 """And what the caller is told: status and reason."""
 FINISHED = (grpc.StatusCode.OK, "")

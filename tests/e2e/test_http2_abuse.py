@@ -6,6 +6,7 @@ Frames are written by hand: a library would refuse most of them.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import socket
@@ -21,11 +22,15 @@ import pytest
 
 from runnerd.v1.generation_pb2 import GenerateRequest
 from runnerd_client import Client
+from runnerd_service.config import ServerConfig
+from runnerd_service.rpc.server import max_calls
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 END_STREAM, END_HEADERS, ACK = 0x1, 0x4, 0x1
 INITIAL_WINDOW_SIZE = 4
+REFUSED_STREAM = 7
+CALLS = max_calls(ServerConfig())
 SECONDS = 30
 WITNESS = {"seed": 3, "max_tokens": 40, "ignore_eos": True}
 
@@ -229,6 +234,27 @@ def windows_that_stay_shut_and_streams_that_are_reset(peer: Peer) -> None:
         peer.send(frame(RST_STREAM, 0, stream, struct.pack("!I", 8)))
     peer.send(frame(PING, payload=bytes(8)))
     next(kind for kind, _ in peer.frames() if kind == PING)
+
+
+@attack
+def calls_that_end_without_a_message(peer: Peer) -> None:
+    """Nothing answers them; the connection may have so many and no more."""
+    streams = iter(range(1, 2**31, 2))
+    ended = itertools.count()
+
+    def send(count: int) -> None:
+        for stream in itertools.islice(streams, count):
+            peer.send(frame(HEADERS, END_HEADERS | END_STREAM, stream, headers()))
+
+    send(CALLS + 40)
+    for kind, payload in peer.frames():
+        assert kind != GOAWAY, payload
+        if kind == RST_STREAM and payload == struct.pack("!I", REFUSED_STREAM):
+            return
+        if kind == RST_STREAM:  # cancelled by gRPC, which takes calls up one by one
+            send(1)
+            assert next(ended) < 4 * CALLS
+    raise AssertionError("the connection was closed")
 
 
 @attack

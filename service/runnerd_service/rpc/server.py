@@ -39,6 +39,8 @@ SERVICE_NAMES = (
 
 _KIB = 1024
 _MAX_INT = 2**31 - 1
+_MORE_CALLS = 1000
+_MAX_PENDING_CALLS = 100_000
 _HANDSHAKE_MILLISECONDS = 20_000
 
 
@@ -60,10 +62,20 @@ def server_options(config: ServerConfig) -> Sequence[tuple[str, int]]:
         # one limit: between two, gRPC refuses by chance
         ("grpc.max_metadata_size", config.max_metadata_bytes),
         ("grpc.absolute_max_metadata_size", config.max_metadata_bytes),
+        # gRPC waits for ever for the message of a call that ended without one, and holds a few KiB for each
+        ("grpc.max_concurrent_streams", max_calls(config)),
+        # a burst of calls waits until they are taken up; above 1,000 gRPC cancels, by chance and without a word
+        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
         # who connects and says nothing, or not what TLS wants, is let go
         ("grpc.server_handshake_timeout_ms", _HANDSHAKE_MILLISECONDS),
         ("grpc.enable_channelz", int(config.channelz)),
     )
+
+
+def max_calls(config: ServerConfig) -> int:
+    """Give how many calls a connection may have at once: all that the server has a place for, and some questions."""
+    return min(config.engine.max_num_seqs + config.max_waiting + _MORE_CALLS, _MAX_INT)
 
 
 class RpcServer:
