@@ -112,3 +112,14 @@ async def test_reflection_lists_every_service(serve) -> None:
         "runnerd.v1.ModelService",
         "runnerd.v1.ServerService",
     }
+
+
+async def test_reflection_refuses_what_is_no_message(serve) -> None:
+    method = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    question = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+    async with serve(load=False) as live, grpc.aio.insecure_channel(live.address) as channel:
+        call = channel.stream_stream(method)(iter([question, b"\xff\xff"]))
+        assert await call.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="ServerReflectionRequest: the 2 bytes") as refused:
+            await call.read()
+        assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT

@@ -41,7 +41,7 @@ def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> b
     return struct.pack("!I", len(payload))[1:] + bytes((kind, flags)) + struct.pack("!I", stream) + payload
 
 
-def headers(*extra: tuple[str, str], method: str = "StreamGenerate") -> bytes:
+def headers(*extra: tuple[str | bytes, str | bytes], method: str = "StreamGenerate") -> bytes:
     fields = [
         (":method", "POST"),
         (":scheme", "http"),
@@ -176,6 +176,7 @@ def witnessed(abused: Abused, expected: str) -> Iterator[Abused]:
             used = load.num_running, load.num_waiting, load.num_used_blocks, abused.num_descriptors() - before
             if not any(used[:3]) and used[3] <= 0:
                 assert " ERROR " not in abused.log(), "what clients do is no error of the server's"
+                assert "canary" not in abused.log()
                 return
             time.sleep(0.05)
         raise AssertionError(f"left: running, waiting, blocks, descriptors {used}")
@@ -295,6 +296,13 @@ def a_frame_larger_than_any_may_be(peer: Peer) -> None:
 def headers_that_cannot_be_decoded(peer: Peer) -> None:
     peer.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, b"\xff" * 200))
     peer.wait_until_closed()
+
+
+@attack
+def metadata_that_is_no_text(peer: Peer) -> None:
+    block = headers((b"x-canary", b"canary \xff\xfe"))
+    peer.send(frame(HEADERS, END_HEADERS, 1, block) + frame(DATA, END_STREAM, 1, message(max_tokens=2)))
+    assert peer.status() == OK
 
 
 @attack

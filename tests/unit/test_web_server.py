@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import struct
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -105,3 +106,14 @@ def test_a_reader_that_says_nothing_holds_up_no_other() -> None:
             assert answer.read() == b"here"
         for one in silent:
             one.close()
+
+
+def test_a_connection_that_breaks_is_no_error(caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture) -> None:
+    with closing(WebServer("127.0.0.1", 0, {"/": lambda: Answer(b"x")})) as server:
+        for sent in (b"", b"GET / HT"):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+                connection.sendall(sent)
+        with urllib.request.urlopen(server.url, timeout=30) as answer:
+            assert answer.read() == b"x"
+    assert caplog.text == capfd.readouterr().err == ""

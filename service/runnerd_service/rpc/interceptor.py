@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, cast
 
@@ -27,12 +27,13 @@ logger = logging.getLogger(__name__)
 _Context = grpc.aio.ServicerContext[Any, Any]
 _Unary = Callable[[Any, _Context], Awaitable[Any]]
 _Streaming = Callable[[Any, _Context], AsyncGenerator[Any, None]]
+_Conversing = Callable[[AsyncIterator[Any], _Context], AsyncGenerator[Any, None]]
 _Parse = Callable[[bytes], Message]
 _Serialize = Callable[[Message], bytes]
 
 
 class HandlerInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps the unary-unary and unary-stream handlers; others (reflection) pass through.
+    """Wraps the handlers.
 
     Args:
         max_message_bytes: Larger requests are refused by name, before their handler sees them.
@@ -63,7 +64,8 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
             streaming = cast(_Streaming, handler.unary_stream)
             codec = (None, _unless_bytes(cast(_Serialize, handler.response_serializer)))
             return grpc.unary_stream_rpc_method_handler(self._streaming(method, streaming, parse), *codec)
-        return handler
+        conversing = cast(_Conversing, handler.stream_stream)
+        return grpc.stream_stream_rpc_method_handler(cast(Any, self._conversing(method, conversing, parse)), *codec)
 
     def _unary(self, method: str, handler: _Unary, parse: _Parse) -> _Unary:
         async def call(data: bytes, context: _Context) -> Any:
@@ -89,6 +91,17 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
                             raise RequestAborted("the reader of the stream has left") from error
                         limit.end()
             except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001
+                await abort(method, error, context)
+
+        return call
+
+    def _conversing(self, method: str, handler: _Conversing, parse: _Parse) -> _Conversing:
+        async def call(requests: AsyncIterator[bytes], context: _Context) -> AsyncGenerator[Any, None]:
+            messages = (self._read(data, parse) async for data in requests)
+            try:
+                async for answer in handler(messages, context):
+                    yield answer
+            except Exception as error:  # noqa: BLE001
                 await abort(method, error, context)
 
         return call

@@ -15,6 +15,7 @@ from runnerd_service.telemetry.standard_error import take_standard_error
 LogFormat = Literal["text", "json"]
 
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+_GRPC_CORE = "grpc._cython.cygrpc"
 _FIELDS = "fields"
 _MAX_NAME_CHARACTERS = 128
 
@@ -62,7 +63,13 @@ def configure_logging(level: str, log_format: LogFormat) -> None:
     else:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter(_TEXT_FORMAT))
+    handler.addFilter(_has_no_metadata)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+
+
+def _has_no_metadata(record: logging.LogRecord) -> bool:
+    """Whether a record is none of gRPC's about metadata that is no UTF-8, which it shows and takes for Latin-1."""
+    return not (record.name == _GRPC_CORE and str(record.msg).startswith("Invalid encoding"))
 
 
 def logs_json() -> bool:

@@ -5,7 +5,9 @@ Whoever starts it gives the answers; they are called from other threads.
 
 from __future__ import annotations
 
+import logging
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +20,8 @@ from runnerd_service.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
+
+logger = logging.getLogger(__name__)
 
 _IDLE_SECONDS = 10.0
 """A connection that sends no request for so long is closed."""
@@ -110,6 +114,12 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_address = self.socket.getsockname()
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        # connections that break in the middle are no fault of the server's
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            logger.error("a request of %s failed", client_address, exc_info=error)
 
 
 class _Server6(_Server):
