@@ -6,10 +6,14 @@ Standard library and SPI only: the plug-in's entry point imports this module, an
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from runnerd_spi import InvalidOption, OptionValue, RunnerOption
+
+_MAX_COUNT = 10_000_000
+"""Tables of so many entries can be held."""
 
 OPTIONS = (
     RunnerOption("step_seconds", float, 0.0, "device time of a step that has rows"),
@@ -107,7 +111,7 @@ class _Reader:
         return None if self.values[name] is None else self._integer(name, 0, "a step id, 0 or more")
 
     def count(self, name: str) -> int:
-        return self._integer(name, 1, "an integer, 1 or more")
+        return self._integer(name, 1, f"an integer from 1 to {_MAX_COUNT}", _MAX_COUNT)
 
     def text(self, name: str) -> str | None:
         value = self.values[name]
@@ -121,9 +125,9 @@ class _Reader:
             raise self._invalid(name, "true or false")
         return value
 
-    def _integer(self, name: str, least: int, expected: str) -> int:
+    def _integer(self, name: str, least: int, expected: str, most: int = sys.maxsize) -> int:
         value = self.values[name]
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self._invalid(name, expected)
         return value
 

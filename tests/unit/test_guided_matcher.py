@@ -111,6 +111,8 @@ def test_a_character_of_several_tokens_is_followed() -> None:
         (Guide("json_schema", ('{"a": NaN}',)), ""),
         (Guide("choice", ("a", "")), ".texts[1]"),
         (Guide("structural_tag", ('{"triggers": ["<x>", "a"], "structures": [{}]}',)), ""),
+        (Guide("grammar", ('start[temperature=0.7]: "a"',)), ""),
+        (Guide("grammar", ('start: a\na[stop="]", capture="x"]: /b+/',)), ""),
         (Guide("structural_tag", ('{"triggers": ["a"], "structures": [{"begin": "a", "end": ""}]}',)), ""),
         (
             Guide(
@@ -126,6 +128,13 @@ def test_what_is_not_in_its_notation_is_refused(guide: Guide, place: str) -> Non
         to_grammar(guide, {"<x>"})
     assert str(caught.value)
     assert caught.value.place == place
+
+
+@pytest.mark.parametrize(
+    "grammar", ['start[max_tokens=5]: "a"', 'start[stop="temperature"]: /a+/', "start: /[capture]:/"]
+)
+def test_attributes_that_bound_a_text_are_served(grammar: str) -> None:
+    assert to_grammar(Guide("grammar", (grammar,)), ()).endswith(grammar)
 
 
 def test_bits_are_those_of_the_ids() -> None:

@@ -158,6 +158,7 @@ def test_capacity_follows_from_the_option_and_from_the_memory() -> None:
         (RunnerConfig(4, 64, 3), "block_size 3, expected one of 1, 2, 4, 8, 16, 32, 64, 128"),
         (RunnerConfig(0, 64, 16), "max_num_seqs 0"),
         (RunnerConfig(4, 64, 16, options={"step_seconds": -1.0}), "step_seconds takes seconds, 0 or more"),
+        (RunnerConfig(4, 64, 16, options={"num_blocks": 10**12}), "num_blocks takes an integer from 1 to 10000000"),
     ],
 )
 def test_a_configuration_outside_the_capabilities_is_refused(config: RunnerConfig, message: str) -> None:

@@ -21,6 +21,10 @@ _HEAD = f"%llguidance {json.dumps(_OPTIONS)}\n"
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\r\n]{1,32}"}
 """Between JSON's tokens; bounded, since a small model may go on with spaces for ever."""
 _GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
+_ATTRIBUTES = re.compile(r"^\s*([\w-]+)\[((?:[^\]\"]|\"(?:[^\"\\]|\\.)*\")*)\]\s*:", re.MULTILINE)
+"""Of a rule of a grammar; those that bound its text are the compiler's."""
+_UNSERVED = re.compile(r"\b(temperature|capture)\b")
+_TEXT = re.compile(r'"(?:[^"\\]|\\.)*"')
 _HEADER = re.compile(r"%llguidance\s*(\{[^{}]*\})")
 
 
@@ -88,6 +92,9 @@ def _grammar(grammar: str) -> str:
             grammar = gbnf_to_lark(grammar)
         except Exception as error:  # the converter raises several kinds
             raise GuideError(f"not GBNF: {error}") from error
+    for name, attributes in _ATTRIBUTES.findall(grammar):
+        for unserved in _UNSERVED.findall(_TEXT.sub("", attributes)):
+            raise GuideError(f"the rule {name} has the attribute {unserved}, which is not served; leave it out")
     return _without_forcing(grammar)
 
 
