@@ -496,17 +496,18 @@ void prefetch_tile(const ForwardArgs& a, const Scratch& s, int num_keys) {
 // A packed cache has the keys and values of 16 tokens, a page, as products take them:
 //   keys: [num_pages][num_kv_heads][head_dim / 2][16 tokens][2]
 //   values: [num_pages][num_kv_heads][head_dim / 16][8][16 of head_dim][2 tokens]
-inline void pack_key(const BFloat16* from, int64_t slot, int64_t head, int64_t num_heads, int64_t head_dim,
-                     BFloat16* cache) {
-    BFloat16* const to = cache + ((slot / kPanel * num_heads + head) * head_dim * kPanel + slot % kPanel * 2);
-    for (int64_t d = 0; d < head_dim; d += 2) std::memcpy(to + d * kPanel, from + d, 4);
+// These write `size` numbers of a head, from `begin` on; both are multiples of 16 for values, of 2 for keys.
+inline void pack_key(const BFloat16* from, int64_t begin, int64_t size, int64_t slot, int64_t head, int64_t num_heads,
+                     int64_t head_dim, BFloat16* cache) {
+    BFloat16* const to = cache + ((slot / kPanel * num_heads + head) * head_dim + begin) * kPanel + slot % kPanel * 2;
+    for (int64_t d = 0; d < size; d += 2) std::memcpy(to + d * kPanel, from + d, 4);
 }
 
-inline void pack_value(const BFloat16* from, int64_t slot, int64_t head, int64_t num_heads, int64_t head_dim,
-                       BFloat16* cache) {
-    const int64_t lane = slot % kPanel;
-    BFloat16* const to = cache + ((slot / kPanel * num_heads + head) * head_dim + lane / 2 * 2) * kPanel + lane % 2;
-    for (int64_t d = 0; d < head_dim; d += kPanel)
+inline void pack_value(const BFloat16* from, int64_t begin, int64_t size, int64_t slot, int64_t head, int64_t num_heads,
+                       int64_t head_dim, BFloat16* cache) {
+    const int64_t lane = slot % kPanel, page = slot / kPanel * num_heads + head;
+    BFloat16* const to = cache + (page * head_dim + begin + lane / 2 * 2) * kPanel + lane % 2;
+    for (int64_t d = 0; d < size; d += kPanel)
         for (int64_t i = 0; i < kPanel; ++i) to[d * kPanel + 2 * i] = from[d + i];
 }
 

@@ -30,6 +30,7 @@ struct DecoderModel {
     const void* embedding;  // [vocab_size, hidden_size] in the model's type; null: the head's weight
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size;
     int64_t weight_type;
+    int64_t halves_take_turns;  // 1: in qkv, panels of the two halves of a query's and of a key's head take turns
     float eps, scale;
 };
 
@@ -153,9 +154,13 @@ public:
         for (int64_t i = 0; i < m.num_layers && done; ++i) {
             const LayerWeights& layer = m.layers[i];
             const bool is_last = i + 1 == m.num_layers;
-            done = timed(kNorm, [&] { return norm(s.num_tokens, layer.input_norm); }) &&
-                   timed(kQkv, [&] { return store(layer.qkv, &layer.output, w.normed, s.num_tokens, w.qkv); }) &&
-                   timed(kRotate, [&] { return rotate(layer, i); });
+            done = timed(kNorm, [&] { return norm(s.num_tokens, layer.input_norm); });
+            if (m.halves_take_turns) {
+                done = done && timed(kQkv, [&] { return project(layer, i); });
+            } else {
+                done = done && timed(kQkv, [&] { return store(layer.qkv, &layer.output, w.normed, s.num_tokens, w.qkv); }) &&
+                       timed(kRotate, [&] { return rotate(layer, i); });
+            }
             // Beyond the last keys and values, only what is sampled from counts.
             if (!done || (is_last && s.num_logits == 0)) break;
             const Status status = timed(kAttend, [&] { return attend(layer, i); });
@@ -265,6 +270,89 @@ private:
                         });
     }
 
+    // Gives queries, keys and values; they are rotated and go to their places while they are near.
+    bool project(const LayerWeights& layer, int64_t index) {
+        const int64_t query_size = m.num_heads * m.head_dim, kv_size = m.num_kv_heads * m.head_dim;
+        T* const keys = static_cast<T*>(s.key_caches[index]);
+        T* const values = static_cast<T*>(s.value_caches[index]);
+        return product(layer.qkv, &layer.output, w.normed, s.num_tokens,
+                       [&](int64_t row, int64_t count, int64_t output, int64_t, const float* results) {
+                           if (output < query_size) return store_queries(row, count, output, results);
+                           output -= query_size;
+                           if (output < kv_size) store_keys(row, count, output, results, keys);
+                           else store_values(row, count, output - kv_size, results, values);
+                       });
+    }
+
+    // Each of these takes a block of 32 outputs, of one head, for rows.
+    void store_queries(int64_t row, int64_t count, int64_t output, const float* results) const {
+        const int64_t head = output / m.head_dim, begin = output % m.head_dim / 2, half = m.head_dim / 2;
+        for (int64_t token = row; token < row + count; ++token, results += kWide) {
+            T* const to = w.query + (token * m.num_heads + head) * m.head_dim + begin;
+            rotate_panels(results, token, begin, to, to + half);
+        }
+    }
+
+    void store_keys(int64_t row, int64_t count, int64_t output, const float* results, T* keys) const {
+        const int64_t head = output / m.head_dim, begin = output % m.head_dim / 2, half = m.head_dim / 2;
+        for (int64_t token = row; token < row + count; ++token, results += kWide) {
+            const int64_t slot = s.slot_mapping[token];
+            if constexpr (std::is_same_v<T, BFloat16>) {
+                if (is_packed) {
+                    if (begins_page(token, row))
+                        for (const int64_t first : {begin, begin + half}) touch_part(keys, slot, head, first, kPanel);
+                    BFloat16 low[kPanel], high[kPanel];
+                    rotate_panels(results, token, begin, low, high);
+                    pack_key(low, begin, kPanel, slot, head, m.num_kv_heads, m.head_dim, keys);
+                    pack_key(high, begin + half, kPanel, slot, head, m.num_kv_heads, m.head_dim, keys);
+                    continue;
+                }
+            }
+            T* const to = keys + (slot * m.num_kv_heads + head) * m.head_dim + begin;
+            rotate_panels(results, token, begin, to, to + half);
+        }
+    }
+
+    void store_values(int64_t row, int64_t count, int64_t output, const float* results, T* values) const {
+        const int64_t head = output / m.head_dim, begin = output % m.head_dim;
+        for (int64_t token = row; token < row + count; ++token, results += kWide) {
+            const int64_t slot = s.slot_mapping[token];
+            if constexpr (std::is_same_v<T, BFloat16>) {
+                if (is_packed) {
+                    if (begins_page(token, row)) touch_part(values, slot, head, begin, kWide);
+                    BFloat16 value[kWide];
+                    narrow(results, value, kWide);
+                    pack_value(value, begin, kWide, slot, head, m.num_kv_heads, m.head_dim, values);
+                    continue;
+                }
+            }
+            narrow(results, values + (slot * m.num_kv_heads + head) * m.head_dim + begin, kWide);
+        }
+    }
+
+    // Rotates 16 numbers of a head's first half, which are `begin` on, and the 16 of its second half behind them.
+    void rotate_panels(const float* from, int64_t token, int64_t begin, T* low, T* high) const {
+        const int64_t half = m.head_dim / 2;
+        const float *cos = s.cos + token * m.head_dim + begin, *sin = s.sin + token * m.head_dim + begin;
+        float turned[kWide];
+        for (int i = 0; i < kPanel; ++i) turned[i] = from[i] * cos[i] - from[kPanel + i] * sin[i];
+        for (int i = 0; i < kPanel; ++i)
+            turned[kPanel + i] = from[kPanel + i] * cos[half + i] + from[i] * sin[half + i];
+        narrow(turned, low, kPanel);
+        narrow(turned + kPanel, high, kPanel);
+    }
+
+    // Whether a token is the first of its page, of those from `first` on.
+    bool begins_page(int64_t token, int64_t first) const {
+        return token == first || s.slot_mapping[token] / kPanel != s.slot_mapping[token - 1] / kPanel;
+    }
+
+    // A part of a page is written by many tokens, or read soon; written to first, it would come line by line.
+    void touch_part(const T* cache, int64_t slot, int64_t head, int64_t begin, int64_t size) const {
+        const int64_t page = slot / kPanel * m.num_kv_heads + head;
+        touch(cache + (page * m.head_dim + begin) * kPanel, size * kPanel * int64_t(sizeof(T)));
+    }
+
     // Normalizes and rotates queries and keys; keys and values go into the cache.
     bool rotate(const LayerWeights& layer, int64_t index) {
         const int64_t num_heads = m.num_heads + 2 * m.num_kv_heads, kv_size = m.num_kv_heads * m.head_dim;
@@ -274,7 +362,7 @@ private:
             for (int64_t token = first; token < last; ++token) {
                 const float* from = w.qkv + token * num_heads * m.head_dim;
                 const int64_t slot = s.slot_mapping[token];
-                if (is_packed && (token == first || slot / kPanel != s.slot_mapping[token - 1] / kPanel)) {
+                if (is_packed && begins_page(token, first)) {
                     // All of a page is written to or read soon; written to first, it would come line by line.
                     const int64_t page = slot / kPanel * kPanel * kv_size, page_bytes = kPanel * kv_size * sizeof(T);
                     touch(keys + page, page_bytes);
@@ -300,8 +388,8 @@ private:
             if (is_packed) {
                 BFloat16 key[kMaxHeadDim], value[kMaxHeadDim];
                 make(key, value);
-                pack_key(key, slot, head, m.num_kv_heads, m.head_dim, keys);
-                return pack_value(value, slot, head, m.num_kv_heads, m.head_dim, values);
+                pack_key(key, 0, m.head_dim, slot, head, m.num_kv_heads, m.head_dim, keys);
+                return pack_value(value, 0, m.head_dim, slot, head, m.num_kv_heads, m.head_dim, values);
             }
         }
         const int64_t offset = (slot * m.num_kv_heads + head) * m.head_dim;

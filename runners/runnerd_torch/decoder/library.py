@@ -14,7 +14,7 @@ from runnerd_torch.native.threads import parallel_region_of_torch
 SOURCE = Path(__file__).with_name("decoder.cpp")
 
 PHASES = ("embed", "norm", "qkv", "rotate", "attend", "output", "gate_up", "down", "head")
-"""Parts of a step whose times native code adds up."""
+"""Parts of a step whose times native code adds up. ``qkv`` rotates as well, where heads have no norms."""
 
 _OK, _BAD_LENGTHS, _BAD_BLOCK, _BAD_SLOT, _NO_MEMORY = range(5)
 
@@ -46,7 +46,7 @@ class ModelFields(ctypes.Structure):
         ("head", ProjectionFields),
         *((name, ctypes.c_void_p) for name in ("final_norm", "embedding")),
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("intermediate_size", "weight_type")),
+        *((name, ctypes.c_int64) for name in ("intermediate_size", "weight_type", "halves_take_turns")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
 

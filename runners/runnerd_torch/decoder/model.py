@@ -20,8 +20,10 @@ from runnerd_torch.decoder.library import DecoderLibrary, LayerFields, ModelFiel
 from runnerd_torch.decoder.packing import (
     INPUTS_MULTIPLE,
     INT8_INPUTS_MULTIPLE,
+    PANEL,
     PackedWeight,
     Quantization,
+    halves_taking_turns,
     pack,
     taking_turns,
 )
@@ -55,6 +57,9 @@ class NativeDecoder:
         self._arena = Arena()
         decoder: Any = network.model
         self._rotations = Rotations(decoder.rotary_emb)
+        # Heads that are normalized first have to be whole before they are rotated.
+        has_norms = "q_norm" in dict(decoder.layers[0].self_attn.named_children())
+        self._halves_take_turns = probed.layers[0].head_dim % (2 * PANEL) == 0 and not has_norms
         layers = [
             self._take_layer(layer, spec, quantization)
             for layer, spec in zip(decoder.layers, probed.layers, strict=True)
@@ -77,6 +82,7 @@ class NativeDecoder:
             head_dim=probed.layers[0].head_dim,
             intermediate_size=layers[0].down.num_inputs,
             weight_type=head.weight_type,
+            halves_take_turns=self._halves_take_turns,
             eps=decoder.norm.variance_epsilon,
             scale=probed.layers[0].scale,
         )
@@ -171,6 +177,11 @@ class NativeDecoder:
         # Qwen3 normalizes queries and keys.
         norms = dict(attention.named_children())
         gate_up = taking_turns(_take_weight(mlp.gate_proj), _take_weight(mlp.up_proj))
+        if self._halves_take_turns:
+            for projection in (attention.q_proj, attention.k_proj):
+                for name, parameter in list(projection.named_parameters()):
+                    ordered = halves_taking_turns(parameter.data, spec.head_dim)
+                    projection.register_parameter(name, nn.Parameter(ordered, requires_grad=False))
         return LayerFields(
             qkv=self._take(quantization, attention.q_proj, attention.k_proj, attention.v_proj).fields(),
             output=self._take(quantization, attention.o_proj).fields(),

@@ -84,6 +84,15 @@ def taking_turns(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return both.view(2 * size, num_inputs)
 
 
+def halves_taking_turns(of_heads: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Give a weight or bias ``[num_heads * head_dim, ...]`` with panels of the halves of each head taking turns.
+
+    So what a rotation mixes lies side by side. ``head_dim`` is a multiple of 32.
+    """
+    halves = of_heads.view(-1, 2, head_dim // 2 // PANEL, PANEL, *of_heads.shape[1:])
+    return halves.transpose(1, 2).reshape(of_heads.shape)
+
+
 def _in_parts(numbers: torch.Tensor, num_panels: int, size: int) -> torch.Tensor:
     """Give ``[num_panels, num_inputs / size, PANEL, size]``."""
     return numbers.view(num_panels, PANEL, numbers.shape[1] // size, size).transpose(1, 2).contiguous()
