@@ -31,6 +31,8 @@ from runnerd.v1 import generation_pb2, inference_pb2, inference_pb2_grpc
 PACED_SECONDS = 0.02
 MAX_TOKENS = 30_000
 """Of a stream; none should get so far."""
+BEGIN_SECONDS = 60.0
+"""In which all streams have to begin."""
 PACES = {"flat out": 0.0, "50 tokens/s": PACED_SECONDS}
 MAX_STREAMS = 1024
 SCRIPT = "x" * 5000
@@ -115,7 +117,12 @@ class Client:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)
             start = self._sample()
             calls = [asyncio.create_task(one(stub, index)) for index in range(streams)]
-            await all_run.wait()
+            try:
+                await asyncio.wait_for(all_run.wait(), BEGIN_SECONDS)
+            except TimeoutError:
+                raise SystemExit(
+                    f"{self._num_running} of {streams} streams had begun after {BEGIN_SECONDS:g} s"
+                ) from None
             begin = self._sample()
             if one_ended.is_set():
                 raise SystemExit(f"the first of {streams} streams ended before the last had begun")
@@ -197,7 +204,11 @@ def bare(step_seconds: float) -> Iterator[Daemon]:
 
 
 def measure(server: Daemon, streams: int, seconds: float) -> Measured:
-    """Run a client process once against ``server``."""
+    """Run a client process once against ``server``.
+
+    Raises:
+        CalledProcessError: There was no time in which all streams ran; the client has told.
+    """
     pid = server.process.pid
     engines = [one for one in process_tree(pid) if one != pid]
     command = [sys.executable, __file__, "--address", server.address, "--streams", str(streams)]
@@ -236,12 +247,17 @@ def compare(pace: str, arguments: argparse.Namespace) -> dict[str, dict[str, Mea
     ):
         servers = {"runnerd": runnerd, "bare grpc.aio": plain}
         for streams in arguments.streams:
+            print(f"{pace}, {streams} streams", file=sys.stderr, flush=True)
             runs: dict[str, list[Measured]] = {name: [] for name in servers}
-            for repetition in range(arguments.repetitions + 1):
-                for name, server in servers.items():
-                    measured = measure(server, streams, arguments.seconds)
-                    if repetition:  # the first is the warm-up
-                        runs[name].append(measured)
+            try:
+                for repetition in range(arguments.repetitions + 1):
+                    for name, server in servers.items():
+                        measured = measure(server, streams, arguments.seconds)
+                        if repetition:  # the first is the warm-up
+                            runs[name].append(measured)
+            except subprocess.CalledProcessError:
+                print(f"{pace}, {streams} streams: left out", file=sys.stderr, flush=True)
+                continue
             results[str(streams)] = {
                 name: {key: statistics.median(run[key] for run in them) for key in them[0]}
                 for name, them in runs.items()
