@@ -26,7 +26,6 @@ from runnerd_service.rpc.channelz import add_channelz
 from runnerd_service.rpc.interceptor import HandlerInterceptor
 from runnerd_service.rpc.servicers import InferenceServicer, ModelServicer, ServerServicer
 from runnerd_service.rpc.tls import server_credentials
-from runnerd_service.rpc.wakeups import few_wakeups
 from runnerd_service.security.exposure import check_tenants, exposure_warnings
 from runnerd_service.telemetry.tracing import NoTracer, RequestTracer
 
@@ -98,8 +97,7 @@ class RpcServer:
             AccessInterceptor(Access(config.security)),
             HandlerInterceptor(config.max_message_bytes, config.stall_timeout_seconds),
         ]
-        with few_wakeups():
-            self._server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
+        self._server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
         self._credentials = server_credentials(config.security)
         self._health = health.HealthServicer(SERVICE_NAMES)
         self._port = config.port
