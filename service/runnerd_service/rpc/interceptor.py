@@ -99,8 +99,9 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
         async def call(requests: AsyncIterator[bytes], context: _Context) -> AsyncGenerator[Any, None]:
             messages = (self._read(data, parse) async for data in requests)
             try:
-                async for answer in handler(messages, context):
-                    yield answer
+                async with aclosing(handler(messages, context)) as answers:
+                    async for answer in answers:
+                        yield answer
             except Exception as error:  # noqa: BLE001
                 await abort(method, error, context)
 
