@@ -590,41 +590,57 @@ constexpr int64_t kScoresRowStep = kWide, kScoresPartStep = kBlockRows * kWide;
 constexpr int64_t kScoresRowStep = kTile, kScoresPartStep = kWide;
 #endif
 
-// Gives the weights of up to four query rows relative to each one's maximum in the tile. Part p of the scores of row r
-// begins at scores + r * kScoresRowStep + p * kScoresPartStep; bit i of visible[r] tells whether it sees key i.
-template <int kRows, bool kCapped>
-__attribute__((noinline)) void softmax_of_rows(const float* scores, float scale, float softcap, const uint64_t* visible,
-                                               BFloat16* weights, float* max, float* sum) {
+// Gives the weights of up to kBlockRows query rows relative to each one's maximum in the tile. Part p of the scores of row
+// r begins at scores + r * kScoresRowStep + p * kScoresPartStep; bit i of visible[r] tells whether it sees key i, of all
+// keys if not kMasked. Capped scores are left where scores were. All maxima come first: a row's weights wait for its
+// maximum, which takes longer than they do, and the processor sees no more than two rows ahead.
+template <bool kMasked, bool kCapped>
+__attribute__((noinline)) void softmax_of_rows(int64_t num_rows, float* scores, float scale, float softcap,
+                                               const uint64_t* visible, BFloat16* weights, float* max, float* sum) {
     const __m512 lowest = _mm512_set1_ps(kNegativeInfinity);
-    __m512 s[kRows][4], joined[4] = {lowest, lowest, lowest, lowest};
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            s[r][i] = _mm512_loadu_ps(scores + r * kScoresRowStep + i / 2 * kScoresPartStep + i % 2 * 16);
-            if (kCapped) s[r][i] = cap(s[r][i], scale, softcap);
-            s[r][i] = _mm512_mask_mov_ps(lowest, __mmask16(visible[r] >> (16 * i)), s[r][i]);
-        }
-        joined[r] = _mm512_max_ps(_mm512_max_ps(s[r][0], s[r][1]), _mm512_max_ps(s[r][2], s[r][3]));
-    }
     constexpr float kLog2E = 1.44269504f;
-    constexpr __mmask16 kStored = (1 << kRows) - 1;
     const float scale_left = kCapped ? 1.0f : scale;
     const __m512 factor = _mm512_set1_ps(scale_left * kLog2E);
-    const __m512 highest = join_lanes(joined, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
-    const __m512 shifts = _mm512_mul_ps(highest, factor);
-    _mm512_mask_storeu_ps(max, kStored, _mm512_mul_ps(highest, _mm512_set1_ps(scale_left)));
+    float shifts[kBlockRows];
+    const auto place = [scores](int64_t row, int i) {
+        return scores + row * kScoresRowStep + i / 2 * kScoresPartStep + i % 2 * 16;
+    };
+    const auto seen = [visible](int64_t row, int i) { return kMasked ? __mmask16(visible[row] >> (16 * i)) : __mmask16(0xffff); };
+    in_passes<4>(num_rows, [&](int64_t first, auto count, int64_t) {
+        constexpr __mmask16 kStored = (1 << count) - 1;
+        __m512 joined[4] = {lowest, lowest, lowest, lowest};
 #pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-        const __m512 shift = _mm512_permutexvar_ps(_mm512_set1_epi32(r), shifts);
+        for (int r = 0; r < count; ++r) {
+            __m512 s[4];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i)
-            s[r][i] = power_of_two(_mm512_fmsub_ps(s[r][i], factor, shift), __mmask16(visible[r] >> (16 * i)));
-        joined[r] = _mm512_add_ps(_mm512_add_ps(s[r][0], s[r][1]), _mm512_add_ps(s[r][2], s[r][3]));
-        _mm512_storeu_si512(weights + r * kTile, (__m512i)_mm512_cvtne2ps_pbh(s[r][1], s[r][0]));
-        _mm512_storeu_si512(weights + r * kTile + 32, (__m512i)_mm512_cvtne2ps_pbh(s[r][3], s[r][2]));
-    }
-    _mm512_mask_storeu_ps(sum, kStored, join_lanes(joined, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); }));
+            for (int i = 0; i < 4; ++i) {
+                s[i] = _mm512_loadu_ps(place(first + r, i));
+                if (kCapped) _mm512_storeu_ps(place(first + r, i), s[i] = cap(s[i], scale, softcap));
+                if (kMasked) s[i] = _mm512_mask_mov_ps(lowest, seen(first + r, i), s[i]);
+            }
+            joined[r] = _mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3]));
+        }
+        const __m512 highest = join_lanes(joined, [](__m512 x, __m512 y) { return _mm512_max_ps(x, y); });
+        _mm512_mask_storeu_ps(shifts + first, kStored, _mm512_mul_ps(highest, factor));
+        _mm512_mask_storeu_ps(max + first, kStored, _mm512_mul_ps(highest, _mm512_set1_ps(scale_left)));
+    });
+    in_passes<4>(num_rows, [&](int64_t first, auto count, int64_t) {
+        __m512 joined[4] = {};
+#pragma GCC unroll 4
+        for (int r = 0; r < count; ++r) {
+            const int64_t row = first + r;
+            const __m512 shift = _mm512_set1_ps(shifts[row]);
+            __m512 s[4];
+#pragma GCC unroll 4
+            for (int i = 0; i < 4; ++i)
+                s[i] = power_of_two(_mm512_fmsub_ps(_mm512_loadu_ps(place(row, i)), factor, shift), seen(row, i));
+            joined[r] = _mm512_add_ps(_mm512_add_ps(s[0], s[1]), _mm512_add_ps(s[2], s[3]));
+            _mm512_storeu_si512(weights + row * kTile, (__m512i)_mm512_cvtne2ps_pbh(s[1], s[0]));
+            _mm512_storeu_si512(weights + row * kTile + 32, (__m512i)_mm512_cvtne2ps_pbh(s[3], s[2]));
+        }
+        _mm512_mask_storeu_ps(sum + first, (1 << count) - 1,
+                              join_lanes(joined, [](__m512 x, __m512 y) { return _mm512_add_ps(x, y); }));
+    });
 }
 
 constexpr uint64_t kAllKeys = ~uint64_t(0);
@@ -786,16 +802,13 @@ inline void attend_by_products(const Attention& attention, const Unit& unit, int
         if (pages.first >= pages.end) continue;
         score_pages(pages, query + row * a.head_dim, num_rows, a.head_dim, scores, multiply);
         const bool all_visible = begin_for(last_row) <= 0 && end_for(row) >= kTile;
-        in_passes<4>(num_rows, [&](int64_t first, auto count, int64_t) {
-            uint64_t visible[count];
-            for (int r = 0; r < count; ++r) {
-                const int64_t at = row + first + r;
-                visible[r] = all_visible ? kAllKeys : bits_between(begin_for(at), end_for(at));
-            }
-            (a.softcap > 0 ? softmax_of_rows<count, true> : softmax_of_rows<count, false>)(
-                scores + first * kScoresRowStep, a.scale, a.softcap, visible, weights + first * kTile,
-                s.tile_max + row + first, s.tile_sum + row + first);
-        });
+        uint64_t visible[kBlockRows];
+        for (int64_t r = 0; r < num_rows; ++r)
+            visible[r] = all_visible ? kAllKeys : bits_between(begin_for(row + r), end_for(row + r));
+        const auto softmax = a.softcap > 0 ? softmax_of_rows<true, true>
+                             : all_visible ? softmax_of_rows<false, false>
+                                           : softmax_of_rows<true, false>;
+        softmax(num_rows, scores, a.scale, a.softcap, visible, weights, s.tile_max + row, s.tile_sum + row);
         if (!unit.partials)
             merge_sums(num_rows, s.max + row, s.sum + row, s.tile_max + row, s.tile_sum + row, s.keep + row, s.take + row);
         const auto take = [&](int64_t r, int64_t d, __m512 sums) {
