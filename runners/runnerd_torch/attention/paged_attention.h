@@ -527,8 +527,9 @@ struct ThreadState<BFloat16> {
 #if defined(__AVX512BF16__)
 #define RUNNERD_BFLOAT16_PRODUCTS 1
 
-// Turns 16 rows of 16 words around.
-inline void transpose(const uint32_t* const* rows, int64_t offset, uint32_t* to, int64_t stride) {
+// Turns 16 rows of 16 words around; what comes of the first 8 words goes to `lower`, of the others to `upper`, 16 words
+// each.
+inline void transpose(const uint32_t* const* rows, int64_t offset, uint32_t* lower, uint32_t* upper) {
     __m512i a[16], b[16];
     for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(rows[i] + offset);
     for (int i = 0; i < 8; ++i) {
@@ -548,9 +549,30 @@ inline void transpose(const uint32_t* const* rows, int64_t offset, uint32_t* to,
         b[i + 12] = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xdd);
     }
     for (int i = 0; i < 8; ++i) {
-        _mm512_storeu_si512(to + i * stride, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
-        _mm512_storeu_si512(to + (i + 8) * stride, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
+        _mm512_storeu_si512(lower + i * 16, _mm512_shuffle_i32x4(b[i], b[i + 8], 0x88));
+        _mm512_storeu_si512(upper + i * 16, _mm512_shuffle_i32x4(b[i], b[i + 8], 0xdd));
     }
+}
+
+// Lets 16 numbers of two rows take turns.
+inline void interleave(const BFloat16* even, const BFloat16* odd, BFloat16* to) {
+    const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)even));
+    const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)odd));
+    _mm512_storeu_si512(to, _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
+}
+
+// These write 32 numbers of a head for all tokens of a page: what pack_key and pack_value write one token at a time.
+// 16 of a key's numbers go to `low`, the others to `high`.
+inline void pack_keys(const BFloat16 (*from)[2 * kPanel], BFloat16* low, BFloat16* high) {
+    const uint32_t* rows[kPanel];
+    for (int i = 0; i < kPanel; ++i) rows[i] = reinterpret_cast<const uint32_t*>(from[i]);
+    transpose(rows, 0, reinterpret_cast<uint32_t*>(low), reinterpret_cast<uint32_t*>(high));
+}
+
+inline void pack_values(const BFloat16 (*from)[2 * kPanel], BFloat16* to) {
+    for (int64_t d = 0; d < 2 * kPanel; d += kPanel)
+        for (int64_t token = 0; token < kPanel; token += 2)
+            interleave(from[token] + d, from[token + 1] + d, to + (d + token) * kPanel);
 }
 
 // 2^x to 18 bits, for results that bfloat16 keeps 8 bits of: a polynomial of what is above the next lower whole number,
@@ -678,18 +700,16 @@ inline TilePages arrange(const Attention& attention, int64_t kv_head, Scratch& s
         for (int i = 0; i < kPanel; ++i)
             rows[i] = reinterpret_cast<const uint32_t*>(static_cast<const BFloat16*>(a.key_cache) +
                                                         s.slots[page * kPanel + i] * token_size + kv_head * a.head_dim);
-        for (int64_t d = 0; d < a.head_dim / 2; d += 16)
-            transpose(rows, d, reinterpret_cast<uint32_t*>(keys + page * a.head_dim * kPanel) + d * kPanel, kPanel);
+        for (int64_t d = 0; d < a.head_dim / 2; d += 16) {
+            uint32_t* const to = reinterpret_cast<uint32_t*>(keys + page * a.head_dim * kPanel) + d * kPanel;
+            transpose(rows, d, to, to + 8 * kPanel);
+        }
         // Words of two keys at a time: the lower halves of a pair of rows, and the upper ones.
         for (int64_t key = 0; key < kPanel; key += 2) {
             const BFloat16* even = cached_values + s.slots[page * kPanel + key] * token_size;
             const BFloat16* odd = cached_values + s.slots[page * kPanel + key + 1] * token_size;
-            for (int64_t d = 0; d < a.head_dim; d += kPanel) {
-                const __m512i lower = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(even + d)));
-                const __m512i upper = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)(odd + d)));
-                _mm512_storeu_si512(values + page * a.head_dim * kPanel + (d + key) * kPanel,
-                                    _mm512_or_si512(lower, _mm512_slli_epi32(upper, 16)));
-            }
+            for (int64_t d = 0; d < a.head_dim; d += kPanel)
+                interleave(even + d, odd + d, values + page * a.head_dim * kPanel + (d + key) * kPanel);
         }
     }
     return pages;

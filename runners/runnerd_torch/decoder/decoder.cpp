@@ -295,38 +295,56 @@ private:
 
     void store_keys(int64_t row, int64_t count, int64_t output, const float* results, T* keys) const {
         const int64_t head = output / m.head_dim, begin = output % m.head_dim / 2, half = m.head_dim / 2;
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (is_packed)
+                return store_packed(
+                    row, count, results, [&](const float* from, int64_t token, BFloat16* to) { rotate_panels(from, token, begin, to, to + kPanel); },
+                    [&](int64_t slot, const BFloat16* key) {
+                        pack_key(key, begin, kPanel, slot, head, m.num_kv_heads, m.head_dim, keys);
+                        pack_key(key + kPanel, begin + half, kPanel, slot, head, m.num_kv_heads, m.head_dim, keys);
+                    },
+                    [&](int64_t slot, const BFloat16 (*page)[kWide]) {
+                        BFloat16* const to = keys + (slot / kPanel * m.num_kv_heads + head) * m.head_dim * kPanel;
+                        pack_keys(page, to + begin * kPanel, to + (begin + half) * kPanel);
+                    });
+        }
         for (int64_t token = row; token < row + count; ++token, results += kWide) {
-            const int64_t slot = s.slot_mapping[token];
-            if constexpr (std::is_same_v<T, BFloat16>) {
-                if (is_packed) {
-                    if (begins_page(token, row))
-                        for (const int64_t first : {begin, begin + half}) touch_part(keys, slot, head, first, kPanel);
-                    BFloat16 low[kPanel], high[kPanel];
-                    rotate_panels(results, token, begin, low, high);
-                    pack_key(low, begin, kPanel, slot, head, m.num_kv_heads, m.head_dim, keys);
-                    pack_key(high, begin + half, kPanel, slot, head, m.num_kv_heads, m.head_dim, keys);
-                    continue;
-                }
-            }
-            T* const to = keys + (slot * m.num_kv_heads + head) * m.head_dim + begin;
+            T* const to = keys + (s.slot_mapping[token] * m.num_kv_heads + head) * m.head_dim + begin;
             rotate_panels(results, token, begin, to, to + half);
         }
     }
 
     void store_values(int64_t row, int64_t count, int64_t output, const float* results, T* values) const {
         const int64_t head = output / m.head_dim, begin = output % m.head_dim;
-        for (int64_t token = row; token < row + count; ++token, results += kWide) {
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (is_packed)
+                return store_packed(
+                    row, count, results, [](const float* from, int64_t, BFloat16* to) { narrow(from, to, kWide); },
+                    [&](int64_t slot, const BFloat16* value) {
+                        pack_value(value, begin, kWide, slot, head, m.num_kv_heads, m.head_dim, values);
+                    },
+                    [&](int64_t slot, const BFloat16 (*page)[kWide]) {
+                        pack_values(page, values + ((slot / kPanel * m.num_kv_heads + head) * m.head_dim + begin) * kPanel);
+                    });
+        }
+        for (int64_t token = row; token < row + count; ++token, results += kWide)
+            narrow(results, values + (s.slot_mapping[token] * m.num_kv_heads + head) * m.head_dim + begin, kWide);
+    }
+
+    // Has make(results, token, numbers) make 32 numbers of each token, and write(slot, numbers) write them, or, where all
+    // tokens of a page are there, write_page(first slot, numbers of each).
+    template <typename Make, typename Write, typename WritePage>
+    void store_packed(int64_t row, int64_t count, const float* results, Make make, Write write, WritePage write_page) const {
+        const int64_t end = row + count;
+        for (int64_t token = row; token < end;) {
             const int64_t slot = s.slot_mapping[token];
-            if constexpr (std::is_same_v<T, BFloat16>) {
-                if (is_packed) {
-                    if (begins_page(token, row)) touch_part(values, slot, head, begin, kWide);
-                    BFloat16 value[kWide];
-                    narrow(results, value, kWide);
-                    pack_value(value, begin, kWide, slot, head, m.num_kv_heads, m.head_dim, values);
-                    continue;
-                }
-            }
-            narrow(results, values + (slot * m.num_kv_heads + head) * m.head_dim + begin, kWide);
+            const bool is_whole = slot % kPanel == 0 && token + kPanel <= end && s.slot_mapping[token + kPanel - 1] == slot + kPanel - 1;
+            const int64_t num_tokens = is_whole ? kPanel : 1;
+            alignas(64) BFloat16 made[kPanel][kWide];
+            for (int64_t i = 0; i < num_tokens; ++i) make(results + (token - row + i) * kWide, token + i, made[i]);
+            if (is_whole) write_page(slot, made);
+            else write(slot, made[0]);
+            token += num_tokens;
         }
     }
 
@@ -345,12 +363,6 @@ private:
     // Whether a token is the first of its page, of those from `first` on.
     bool begins_page(int64_t token, int64_t first) const {
         return token == first || s.slot_mapping[token] / kPanel != s.slot_mapping[token - 1] / kPanel;
-    }
-
-    // A part of a page is written by many tokens, or read soon; written to first, it would come line by line.
-    void touch_part(const T* cache, int64_t slot, int64_t head, int64_t begin, int64_t size) const {
-        const int64_t page = slot / kPanel * m.num_kv_heads + head;
-        touch(cache + (page * m.head_dim + begin) * kPanel, size * kPanel * int64_t(sizeof(T)));
     }
 
     // Normalizes and rotates queries and keys; keys and values go into the cache.
