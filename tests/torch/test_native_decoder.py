@@ -83,8 +83,8 @@ class Sequences:
         self.num_blocks = NUM_BLOCKS // len(self.tokens)
         self.computed = [0] * len(self.tokens)
 
-    def step(self, rows: dict[int, int]) -> torch.Tensor:
-        """Give the logits of the next so many tokens of each sequence."""
+    def step(self, rows: dict[int, int], wanted: list[int] | None = None) -> torch.Tensor:
+        """Give the logits of the next so many tokens of each sequence, or of those wanted among them."""
         counts, lens = list(rows.values()), []
         input_ids, positions, slots = [], [], []
         for row, count in rows.items():
@@ -112,9 +112,8 @@ class Sequences:
         )
         attention = StepAttention(NativePagedAttention(), self.caches, metadata)
         with torch.inference_mode():
-            return self.model.forward(
-                torch.tensor(input_ids), torch.tensor(positions), torch.arange(len(input_ids)), attention
-            ).clone()
+            logits_index = torch.tensor(range(len(input_ids)) if wanted is None else wanted)
+            return self.model.forward(torch.tensor(input_ids), torch.tensor(positions), logits_index, attention).clone()
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +199,17 @@ def test_a_token_has_the_same_bits_in_every_batch_and_chunk(
         torch.set_num_threads(before)
     for row, parts in enumerate(got):
         assert torch.equal(torch.cat(parts), alone[row])
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", torch.float32), ("mistral", torch.bfloat16)])
+@pytest.mark.parametrize("wanted", [[36], [0], [69, 2, 40], [40, 41, 42, 36, 109], [110]])
+def test_a_token_has_the_same_bits_whichever_logits_are_wanted(library, family, dtype, wanted):
+    tokens = some_tokens(47, 4, 71)
+    decoder = native(library, make_network(family, dtype))
+    every, some = (Sequences(decoder, tokens, dtype) for _ in range(2))
+    begin, then = {0: 10, 2: 1}, {0: 37, 1: 4, 2: 70}
+    assert torch.equal(some.step(begin, wanted=[10]), every.step(begin)[[10]])
+    assert torch.equal(some.step(then, wanted), every.step(then)[wanted])
 
 
 @settings(max_examples=40, deadline=None)

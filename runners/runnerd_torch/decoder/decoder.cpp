@@ -9,6 +9,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <vector>
 
 #include "../attention/paged_attention.h"
 #include "../native/matmul.h"
@@ -163,9 +164,10 @@ public:
             }
             // Beyond the last keys and values, only what is sampled from counts.
             if (!done || (is_last && s.num_logits == 0)) break;
+            if (is_last) select_queries();
             const Status status = timed(kAttend, [&] { return attend(layer, i); });
             if (status != kOk) return status;
-            if (is_last) select();
+            if (is_last) select_rows();
             const int64_t num_rows = is_last ? s.num_logits : s.num_tokens;
             done = timed(kOutput, [&] { return add(layer.output, &layer.gate_up, w.heads, num_rows); }) &&
                    timed(kNorm, [&] { return norm(num_rows, layer.mlp_norm); }) &&
@@ -428,14 +430,14 @@ private:
         args.key_cache = s.key_caches[index];
         args.value_cache = s.value_caches[index];
         args.output = w.heads;
-        args.query_start_loc = s.query_start_loc;
+        args.query_start_loc = query_start_loc;
         args.seq_lens = s.seq_lens;
         args.block_tables = s.block_tables;
         args.query_token_stride = m.num_heads * m.head_dim;
         args.query_head_stride = m.head_dim;
         args.block_table_stride = s.block_table_stride;
         args.num_rows = s.num_rows;
-        args.num_tokens = s.num_tokens;
+        args.num_tokens = query_start_loc[s.num_rows];
         args.num_blocks = s.num_blocks;
         args.block_size = s.block_size;
         args.max_blocks = s.max_blocks;
@@ -449,13 +451,34 @@ private:
         return forward<T>(args, team);
     }
 
+    // Leaves out the queries of each sequence that come before the first whose logits are wanted.
+    void select_queries() {
+        const int32_t* const all = s.query_start_loc;
+        std::vector<int32_t> first(all + 1, all + s.num_rows + 1);
+        for (int64_t i = 0; i < s.num_logits; ++i) {
+            int32_t& of_row = first[std::upper_bound(all, all + s.num_rows, s.logits_index[i]) - all - 1];
+            of_row = std::min(of_row, int32_t(s.logits_index[i]));
+        }
+        const int64_t query_size = m.num_heads * m.head_dim;
+        selected_start_loc.assign(1, 0);
+        for (int64_t row = 0; row < s.num_rows; ++row) {
+            const int64_t count = all[row + 1] - first[row];
+            std::memmove(w.query + selected_start_loc.back() * query_size, w.query + first[row] * query_size, count * query_size * sizeof(T));
+            selected_start_loc.push_back(selected_start_loc.back() + count);
+        }
+        query_start_loc = selected_start_loc.data();
+    }
+
     // Moves the rows whose logits are wanted to the front, in their order.
-    void select() {
+    void select_rows() {
         const int64_t heads_size = m.num_heads * m.head_dim;
         for (int64_t i = 0; i < s.num_logits; ++i) {
-            const int64_t from = s.logits_index[i];
-            std::memcpy(w.qkv + i * m.hidden_size, w.hidden + from * m.hidden_size, m.hidden_size * sizeof(float));
-            std::memcpy(w.query + i * heads_size, w.heads + from * heads_size, heads_size * sizeof(T));
+            const int64_t token = s.logits_index[i];
+            // Of each sequence, the last queries are those selected.
+            const int64_t end = std::upper_bound(s.query_start_loc, s.query_start_loc + s.num_rows, token) - s.query_start_loc;
+            const int64_t query = query_start_loc[end] + token - s.query_start_loc[end];
+            std::memcpy(w.qkv + i * m.hidden_size, w.hidden + token * m.hidden_size, m.hidden_size * sizeof(float));
+            std::memcpy(w.query + i * heads_size, w.heads + query * heads_size, heads_size * sizeof(T));
         }
         std::memcpy(w.hidden, w.qkv, s.num_logits * m.hidden_size * sizeof(float));
         std::memcpy(w.heads, w.query, s.num_logits * heads_size * sizeof(T));
@@ -467,6 +490,8 @@ private:
     const bool is_packed = takes_packed<T>(m.head_dim, s.block_size);
     Carver carver;
     const Workspace<T> w;
+    const int32_t* query_start_loc = s.query_start_loc;  // of the queries that attend
+    std::vector<int32_t> selected_start_loc;
 };
 
 // Gives the place of the first NaN, else of the first of the highest numbers.
@@ -523,6 +548,8 @@ extern "C" int runnerd_decoder_run(const DecoderModel* model, const DecoderStep*
     const int64_t num_slots = step->num_blocks * step->block_size;
     for (int64_t token = 0; token < step->num_tokens; ++token)
         if (step->slot_mapping[token] < 0 || step->slot_mapping[token] >= num_slots) return kBadSlot;
+    const int32_t *const begin = step->query_start_loc, *const end = begin + step->num_rows;
+    if (*begin != 0 || *end != step->num_tokens || !std::is_sorted(begin, end + 1)) return kBadLengths;
     Status status = kOk;
     Team{step->parallel_region, step->num_threads}.gather([&](const Team& team) {
         try {
