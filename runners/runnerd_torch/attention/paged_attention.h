@@ -350,7 +350,13 @@ struct Attention {
         for (const Unit& unit : units) num_products += unit.cost() * group * kTile * a.head_dim * 2;
         num_threads = std::min(a.num_threads, 1 + num_products / kAttentionProductsPerThread);
         if (num_threads > 1 && int64_t(units.size()) < 4 * num_threads) split_units();
-        std::sort(units.begin(), units.end(), [](const Unit& x, const Unit& y) { return x.cost() > y.cost(); });
+        // Each thread has its share of the tokens; of a share, the longest units come first.
+        const auto share = [this](const Unit& unit) {
+            return (a.query_start_loc[unit.row] + unit.first_query) * num_threads / a.num_tokens;
+        };
+        std::sort(units.begin(), units.end(), [share](const Unit& x, const Unit& y) {
+            return share(x) != share(y) ? share(x) < share(y) : x.cost() > y.cost();
+        });
     }
 
     // Few rows leave threads without work, so units of one token are cut along the sequence, then between heads.
@@ -627,7 +633,7 @@ __attribute__((noinline)) void softmax_of_rows(int64_t num_rows, float* scores, 
     const auto place = [scores](int64_t row, int i) {
         return scores + row * kScoresRowStep + i / 2 * kScoresPartStep + i % 2 * 16;
     };
-    const auto seen = [visible](int64_t row, int i) { return kMasked ? __mmask16(visible[row] >> (16 * i)) : __mmask16(0xffff); };
+    const auto seen = [visible](int64_t row, int i) { return __mmask16(kMasked ? visible[row] >> (16 * i) : 0xffff); };
     in_passes<4>(num_rows, [&](int64_t first, auto count, int64_t) {
         constexpr __mmask16 kStored = (1 << count) - 1;
         __m512 joined[4] = {lowest, lowest, lowest, lowest};
@@ -997,7 +1003,7 @@ Status forward(const ForwardArgs& args, const Team& team) {
         return std::unique_ptr<ThreadState<T>>(new ThreadState<T>{Scratch(max_rows, args.head_dim)});
     };
     if (!team.run(attention.num_threads, int64_t(attention.units.size()), make_state,
-                  [&](auto& state, int64_t i) { attend<T>(attention, attention.units[i], *state); }))
+                  [&](auto& state, int64_t i) { attend<T>(attention, attention.units[i], *state); }, true))
         return kNoMemory;
     if (attention.split.empty()) return kOk;
     const int64_t mergers = std::min(attention.num_threads, 1 + attention.partials_size / kAttentionProductsPerThread);

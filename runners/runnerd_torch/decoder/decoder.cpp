@@ -209,10 +209,9 @@ private:
     template <typename Work>
     bool by_rows(int64_t num_rows, int64_t numbers_per_row, Work work) {
         const int64_t num_items = (num_rows + kRowsPerItem - 1) / kRowsPerItem;
-        return team.run(1 + num_rows * numbers_per_row / kNumbersPerThread, num_items, [] { return 0; },
-                        [&](int, int64_t item) {
-                            work(item * kRowsPerItem, std::min((item + 1) * kRowsPerItem, num_rows));
-                        });
+        return team.run(
+            1 + num_rows * numbers_per_row / kNumbersPerThread, num_items, [] { return 0; },
+            [&](int, int64_t item) { work(item * kRowsPerItem, std::min((item + 1) * kRowsPerItem, num_rows)); }, true);
     }
 
     bool embed() {
@@ -297,10 +296,14 @@ private:
 
     void store_keys(int64_t row, int64_t count, int64_t output, const float* results, T* keys) const {
         const int64_t head = output / m.head_dim, begin = output % m.head_dim / 2, half = m.head_dim / 2;
-        if constexpr (std::is_same_v<T, BFloat16>) {
+#if defined(RUNNERD_BFLOAT16_PRODUCTS)
+        if constexpr (std::is_same_v<T, BFloat16>)
             if (is_packed)
                 return store_packed(
-                    row, count, results, [&](const float* from, int64_t token, BFloat16* to) { rotate_panels(from, token, begin, to, to + kPanel); },
+                    row, count, results,
+                    [&](const float* from, int64_t token, BFloat16* to) {
+                        rotate_panels(from, token, begin, to, to + kPanel);
+                    },
                     [&](int64_t slot, const BFloat16* key) {
                         pack_key(key, begin, kPanel, slot, head, m.num_kv_heads, m.head_dim, keys);
                         pack_key(key + kPanel, begin + half, kPanel, slot, head, m.num_kv_heads, m.head_dim, keys);
@@ -309,7 +312,7 @@ private:
                         BFloat16* const to = keys + (slot / kPanel * m.num_kv_heads + head) * m.head_dim * kPanel;
                         pack_keys(page, to + begin * kPanel, to + (begin + half) * kPanel);
                     });
-        }
+#endif
         for (int64_t token = row; token < row + count; ++token, results += kWide) {
             T* const to = keys + (s.slot_mapping[token] * m.num_kv_heads + head) * m.head_dim + begin;
             rotate_panels(results, token, begin, to, to + half);
@@ -318,7 +321,8 @@ private:
 
     void store_values(int64_t row, int64_t count, int64_t output, const float* results, T* values) const {
         const int64_t head = output / m.head_dim, begin = output % m.head_dim;
-        if constexpr (std::is_same_v<T, BFloat16>) {
+#if defined(RUNNERD_BFLOAT16_PRODUCTS)
+        if constexpr (std::is_same_v<T, BFloat16>)
             if (is_packed)
                 return store_packed(
                     row, count, results, [](const float* from, int64_t, BFloat16* to) { narrow(from, to, kWide); },
@@ -328,7 +332,7 @@ private:
                     [&](int64_t slot, const BFloat16 (*page)[kWide]) {
                         pack_values(page, values + ((slot / kPanel * m.num_kv_heads + head) * m.head_dim + begin) * kPanel);
                     });
-        }
+#endif
         for (int64_t token = row; token < row + count; ++token, results += kWide)
             narrow(results, values + (s.slot_mapping[token] * m.num_kv_heads + head) * m.head_dim + begin, kWide);
     }
@@ -340,7 +344,8 @@ private:
         const int64_t end = row + count;
         for (int64_t token = row; token < end;) {
             const int64_t slot = s.slot_mapping[token];
-            const bool is_whole = slot % kPanel == 0 && token + kPanel <= end && s.slot_mapping[token + kPanel - 1] == slot + kPanel - 1;
+            const bool is_whole = slot % kPanel == 0 && token + kPanel <= end &&
+                                  s.slot_mapping[token + kPanel - 1] == slot + kPanel - 1;
             const int64_t num_tokens = is_whole ? kPanel : 1;
             alignas(64) BFloat16 made[kPanel][kWide];
             for (int64_t i = 0; i < num_tokens; ++i) make(results + (token - row + i) * kWide, token + i, made[i]);
@@ -463,7 +468,8 @@ private:
         selected_start_loc.assign(1, 0);
         for (int64_t row = 0; row < s.num_rows; ++row) {
             const int64_t count = all[row + 1] - first[row];
-            std::memmove(w.query + selected_start_loc.back() * query_size, w.query + first[row] * query_size, count * query_size * sizeof(T));
+            std::memmove(w.query + selected_start_loc.back() * query_size, w.query + first[row] * query_size,
+                         count * query_size * sizeof(T));
             selected_start_loc.push_back(selected_start_loc.back() + count);
         }
         query_start_loc = selected_start_loc.data();
@@ -475,8 +481,9 @@ private:
         for (int64_t i = 0; i < s.num_logits; ++i) {
             const int64_t token = s.logits_index[i];
             // Of each sequence, the last queries are those selected.
-            const int64_t end = std::upper_bound(s.query_start_loc, s.query_start_loc + s.num_rows, token) - s.query_start_loc;
-            const int64_t query = query_start_loc[end] + token - s.query_start_loc[end];
+            const int32_t* const all = s.query_start_loc;
+            const int64_t end = std::upper_bound(all, all + s.num_rows, token) - all;
+            const int64_t query = query_start_loc[end] + token - all[end];
             std::memcpy(w.qkv + i * m.hidden_size, w.hidden + token * m.hidden_size, m.hidden_size * sizeof(float));
             std::memcpy(w.query + i * heads_size, w.heads + query * heads_size, heads_size * sizeof(T));
         }

@@ -29,6 +29,7 @@ constexpr int kPanel = 16;                       // outputs side by side in the 
 constexpr int kWide = 2 * kPanel;                // outputs of two panels, which are computed together
 constexpr int64_t kBlockRows = 48;               // rows of a block of results
 constexpr int64_t kRowsPerPass = 256;            // rows whose inputs stay in the second-level cache
+constexpr int64_t kRowsOfShare = 96;             // fewer rows are not worth a thread's reading all of the weight
 constexpr int64_t kProductsPerThread = 1 << 17;  // about 10 us; less is done sooner than another thread wakes up
 
 enum WeightType { kFloat32Weight = 0, kBFloat16Weight = 1, kInt8Weight = 2 };
@@ -459,8 +460,12 @@ template <typename Kernel, typename Value, typename Compute, typename Take>
 bool in_blocks(const Team& team, const Projection& p, const Projection* following, int64_t num_rows, Compute compute,
                Take take) {
     const int64_t num_panels = (p.num_outputs + kPanel - 1) / kPanel, num_pairs = (num_panels + 1) / 2;
-    const int64_t num_passes = (num_rows + kRowsPerPass - 1) / kRowsPerPass;
     const int64_t threads = std::min(team.num_threads, 1 + num_rows * p.num_inputs * p.num_outputs / kProductsPerThread);
+    // With many rows each thread has its own ones, else its own outputs.
+    const bool in_shares = threads > 1 && num_rows >= threads * kRowsOfShare;
+    const int64_t rows_of_thread = (num_rows + threads * kBlockRows - 1) / (threads * kBlockRows) * kBlockRows;
+    const int64_t rows_per_pass = in_shares ? std::min(kRowsPerPass, rows_of_thread) : kRowsPerPass;
+    const int64_t num_passes = (num_rows + rows_per_pass - 1) / rows_per_pass;
     // More parts than threads: one that is late, or shares its core, takes fewer.
     const int64_t part = std::max<int64_t>(1, num_pairs / (8 * threads)), num_parts = (num_pairs + part - 1) / part;
     struct Scratch {
@@ -470,14 +475,14 @@ bool in_blocks(const Team& team, const Projection& p, const Projection* followin
     const auto values_of = [](const Projection& of, int64_t pair) {
         return static_cast<const Value*>(of.values) + 2 * pair * of.num_inputs * kPanel;
     };
-    // What a thread will likely read next: threads take turns.
+    // What a thread will likely read next: threads take turns, or have their shares.
     const auto after_item = [&](int64_t item) -> const Value* {
-        const int64_t next = item + threads, beyond = next - num_passes * num_parts;
+        const int64_t next = item + (in_shares ? 1 : threads), beyond = next - num_passes * num_parts;
         if (beyond < 0) return values_of(p, next % num_parts * part);
         return following ? values_of(*following, beyond) : nullptr;
     };
-    return team.run(threads, num_passes * num_parts, [] { return Scratch(); }, [&](Scratch& s, int64_t item) {
-        const int64_t begin = item / num_parts * kRowsPerPass, end = std::min(begin + kRowsPerPass, num_rows);
+    const auto compute_item = [&](Scratch& s, int64_t item) {
+        const int64_t begin = item / num_parts * rows_per_pass, end = std::min(begin + rows_per_pass, num_rows);
         const int64_t first = item % num_parts * part, last = std::min(first + part, num_pairs);
         for (int64_t pair = first; pair < last; ++pair) {
             const Value* panels[2];
@@ -496,7 +501,8 @@ bool in_blocks(const Team& team, const Projection& p, const Projection* followin
                 take(row, count, output, num_outputs, s.results);
             }
         }
-    });
+    };
+    return team.run(threads, num_passes * num_parts, [] { return Scratch(); }, compute_item, in_shares);
 }
 
 // Gives the product of rows of float or bfloat16 to take; gives whether there was memory.

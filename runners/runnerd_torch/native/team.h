@@ -37,20 +37,20 @@ public:
             }
             // The leader waits for those inside, so a job that is still open stays as it is.
             ++num_inside_;
-            if (job_ == job && number < most_threads_) work_(data_);
+            if (job_ == job && number < most_threads_) work_(data_, number);
             --num_inside_;
             last = job;
             waited = 0;
         }
     }
 
-    // Has work(data) done by up to so many threads, the caller among them, and waits for them.
-    void lead(int64_t most_threads, void (*work)(void*), void* data) {
+    // Has work(data, number) done by up to so many threads, the caller being number 0, and waits for them.
+    void lead(int64_t most_threads, void (*work)(void*, int64_t), void* data) {
         most_threads_ = most_threads;
         work_ = work;
         data_ = data;
         job_ = ++num_jobs_;
-        work(data);
+        work(data, 0);
         job_ = 0;
         for (int64_t waited = 0; num_inside_ != 0; ++waited) rest(waited);
     }
@@ -74,7 +74,7 @@ private:
     std::atomic<int64_t> num_helpers_{0};
     uint64_t num_jobs_ = 0;
     int64_t most_threads_ = 0;
-    void (*work_)(void*) = nullptr;
+    void (*work_)(void*, int64_t) = nullptr;
     void* data_ = nullptr;
 };
 
@@ -99,22 +99,44 @@ struct Team {
 
     // Calls work(scratch, i) for each i < num_items on up to most_threads threads, which take items as they get free;
     // each thread makes its scratch. Gives whether there was memory for it.
+    //
+    // Items may come in one share for each thread: a thread then takes those of its own share first. What threads that
+    // stay together work on lies near their cores if a piece of work is in the same share each time.
     template <typename MakeScratch, typename Work>
-    bool run(int64_t most_threads, int64_t num_items, MakeScratch make_scratch, Work work) const {
-        std::atomic<int64_t> next{0};
-        std::atomic<bool> failed{false};
-        auto member = [&] {
-            try {
-                auto scratch = make_scratch();
-                for (int64_t i = next++; i < num_items; i = next++) work(scratch, i);
-            } catch (const std::bad_alloc&) {
-                failed = true;
-            }
-        };
+    bool run(int64_t most_threads, int64_t num_items, MakeScratch make_scratch, Work work, bool in_shares = false) const {
         const int64_t count = std::min({most_threads, num_threads, num_items});
-        if (count < 2) member();
-        else if (crew) crew->lead(count, &call<decltype(member)>, &member);
-        else on_threads(count, member);
+        const int64_t num_shares = in_shares ? std::max<int64_t>(count, 1) : 1;
+        struct alignas(64) Share {
+            std::atomic<int64_t> next;
+        };
+        std::atomic<bool> failed{false};
+        try {
+            std::vector<Share> shares(num_shares);
+            for (int64_t share = 0; share < num_shares; ++share) shares[share].next = share * num_items / num_shares;
+            auto member = [&](int64_t number) {
+                try {
+                    auto scratch = make_scratch();
+                    for (int64_t turn = 0; turn < num_shares; ++turn) {
+                        const int64_t share = (number + turn) % num_shares, end = (share + 1) * num_items / num_shares;
+                        for (int64_t i = shares[share].next++; i < end; i = shares[share].next++) work(scratch, i);
+                    }
+                } catch (const std::bad_alloc&) {
+                    failed = true;
+                }
+            };
+            if (count < 2) {
+                member(0);
+            } else if (crew) {
+                const auto call_member = [](void* data, int64_t number) { (*static_cast<decltype(member)*>(data))(number); };
+                crew->lead(count, call_member, &member);
+            } else {
+                std::atomic<int64_t> num_members{0};
+                auto numbered = [&] { member(num_members++); };
+                on_threads(count, numbered);
+            }
+        } catch (const std::bad_alloc&) {
+            failed = true;
+        }
         return !failed;
     }
 
