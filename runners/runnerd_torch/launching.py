@@ -80,7 +80,7 @@ class StepLauncher:
             attention=attention,
             caches=caches,
             block_size=config.block_size,
-            sampler=Sampler(*table_shape, self._vocab_size, truncate, loaded.first_highest),
+            sampler=Sampler(*table_shape, self._vocab_size, truncate, loaded.choose),
             token_table=device.zeros(table_shape, torch.int64),
         )
         self._start_empty()

@@ -38,7 +38,7 @@ from runnerd_torch.limits import (
 from runnerd_torch.linear import LinearFactory
 from runnerd_torch.memory import ModelShape
 from runnerd_torch.models import ATTENTION_NAME, PagedModel, TransformersModel, register_attention
-from runnerd_torch.sampling import FirstHighest
+from runnerd_torch.sampling import Choose
 
 ModelImpl = Literal["auto", "transformers", "fused", "native"]
 
@@ -53,7 +53,7 @@ class LoadedModel:
     model: PagedModel
     info: ModelInfo
     shape: ModelShape
-    first_highest: FirstHighest | None = None
+    choose: Choose | None = None
     """The model's own search for the highest logits; None: PyTorch's."""
 
 
@@ -121,7 +121,7 @@ def load_model(
         weights_bytes=weights_bytes,
         max_model_len=max_model_len,
     )
-    return LoadedModel(paged, info, shape, paged.first_highest if isinstance(paged, NativeDecoder) else None)
+    return LoadedModel(paged, info, shape, paged.choose if isinstance(paged, NativeDecoder) else None)
 
 
 def _build_model(

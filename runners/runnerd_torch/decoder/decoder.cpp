@@ -531,13 +531,19 @@ inline int64_t first_highest(const float* numbers, int64_t size) {
 
 }  // namespace
 
-// Gives the first highest of each row of numbers[num_rows][size], NaN being higher than all.
-extern "C" int runnerd_decoder_first_highest(const float* numbers, int64_t num_rows, int64_t size, int64_t* places,
-                                             int64_t num_threads, ParallelRegion parallel_region) {
+// Gives choices[2][num_rows]: the first highest of each row of numbers[num_rows][size], NaN being higher than all, and
+// what that number is: 0 for a finite one, 1 for minus infinity, 2 for infinity or NaN. Mirrored in sampler.py.
+extern "C" int runnerd_decoder_choose(const float* numbers, int64_t num_rows, int64_t size, int64_t* choices,
+                                      int64_t num_threads, ParallelRegion parallel_region) {
     const int64_t threads = std::min(num_threads, 1 + num_rows * size / kComparisonsPerThread);
     const bool done = Team{parallel_region, threads}.run(
         threads, num_rows, [] { return 0; },
-        [&](int, int64_t row) { places[row] = first_highest(numbers + row * size, size); });
+        [&](int, int64_t row) {
+            const int64_t place = first_highest(numbers + row * size, size);
+            const float highest = numbers[row * size + place];
+            choices[row] = place;
+            choices[num_rows + row] = highest == kNegativeInfinity ? 1 : highest < -kNegativeInfinity ? 0 : 2;
+        });
     return done ? kOk : kNoMemory;
 }
 

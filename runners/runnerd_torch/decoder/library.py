@@ -85,31 +85,28 @@ class DecoderLibrary:
         size: int = self._library.runnerd_decoder_workspace(ctypes.byref(model), ctypes.c_int64(num_tokens))
         return size
 
-    def first_highest(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Give the place of the first of the highest numbers of each row as ``argmax`` does, NaN being higher than all.
+    def choose(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Give what :data:`runnerd_torch.sampling.Choose` says.
 
         Args:
             numbers: ``[num_rows, size]`` float32, contiguous.
-
-        Returns:
-            ``[num_rows]`` int64.
 
         Raises:
             MemoryError: There is no memory for another thread.
         """
         num_rows, size = numbers.shape
-        places = torch.empty(num_rows, dtype=torch.int64)
-        status = self._library.runnerd_decoder_first_highest(
+        choices = torch.empty((2, num_rows), dtype=torch.int64)
+        status = self._library.runnerd_decoder_choose(
             ctypes.c_void_p(numbers.data_ptr()),
             ctypes.c_int64(num_rows),
             ctypes.c_int64(size),
-            ctypes.c_void_p(places.data_ptr()),
+            ctypes.c_void_p(choices.data_ptr()),
             ctypes.c_int64(torch.get_num_threads()),
             ctypes.c_void_p(self._parallel_region),
         )
         if status != _OK:
             raise MemoryError("no memory to look for the highest logits")
-        return places
+        return choices
 
     def run(self, model: ModelFields, step: StepFields) -> None:
         """Run a step; releases the GIL. Threads are those of torch.

@@ -115,9 +115,9 @@ class NativeDecoder:
         """Bytes of the packed weights."""
         return sum(one.num_bytes if isinstance(one, PackedWeight) else one.nbytes for one in self._kept)
 
-    def first_highest(self, logits: torch.Tensor) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor) -> torch.Tensor:
         """Give what ``argmax`` of each row of logits gives, much sooner."""
-        return self._library.first_highest(logits)
+        return self._library.choose(logits)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logits_index: torch.Tensor, attention: StepAttention

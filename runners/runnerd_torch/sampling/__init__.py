@@ -4,10 +4,10 @@ from runnerd_torch.sampling.batch import SampleRow, SamplingBatch
 from runnerd_torch.sampling.draw import Truncate
 from runnerd_torch.sampling.logprobs import LogprobTensors
 from runnerd_torch.sampling.outputs import row_outputs, token_logprobs
-from runnerd_torch.sampling.sampler import FirstHighest, SampledTensors, Sampler
+from runnerd_torch.sampling.sampler import Choose, SampledTensors, Sampler
 
 __all__ = [
-    "FirstHighest",
+    "Choose",
     "LogprobTensors",
     "SampleRow",
     "SampledTensors",

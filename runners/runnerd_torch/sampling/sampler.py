@@ -19,8 +19,9 @@ from runnerd_torch.sampling.planner import plan_batch
 from runnerd_torch.sampling.processors import process_logits
 from runnerd_torch.sampling.slots import SlotTable
 
-FirstHighest = Callable[[torch.Tensor], torch.Tensor]
-"""Gives the place of the first of the highest of each row, NaN being higher than all: [n, size] to [n] int64."""
+Choose = Callable[[torch.Tensor], torch.Tensor]
+"""Chooses from logits [n, size]: gives [2, n] int64, the place of the first of the highest of each row, NaN being higher
+than all, and a STATUS_ that tells whether the row can be sampled at all."""
 
 STATUS_OK = 0
 STATUS_NO_TOKEN = 1
@@ -56,7 +57,7 @@ class Sampler:
         max_model_len: Width of the token table.
         vocab_size: Width of the logits.
         truncate: The chip's own top-k and top-p, for the rows it takes; None: all rows are truncated exactly.
-        first_highest: The runner's own search for the highest logits; None: PyTorch's.
+        choose: The runner's own search for the highest logits; None: PyTorch's.
     """
 
     def __init__(
@@ -65,13 +66,13 @@ class Sampler:
         max_model_len: int,
         vocab_size: int,
         truncate: Truncate | None = None,
-        first_highest: FirstHighest | None = None,
+        choose: Choose | None = None,
     ) -> None:
         self._table_shape = (max_num_seqs, max_model_len)
         self._vocab_size = vocab_size
         self._slots = SlotTable(max_num_seqs, vocab_size)
         self._truncate = truncate
-        self._first_highest = first_highest or _argmax
+        self._choose = choose or _choose
 
     def check(self, admit: Admit) -> None:
         """Refuse what :meth:`admit` would refuse; changes nothing.
@@ -116,10 +117,10 @@ class Sampler:
         raw = logits
         processed = logits.to(torch.float32, copy=batch.changes_logits, memory_format=torch.contiguous_format)
         if batch.buffer is None:
-            return SampledTensors(_greedy(processed, self._first_highest), None)
+            return SampledTensors(self._choose(processed), None)
         buffer = batch.buffer
         process_logits(processed, batch, buffer, token_table)
-        choices = _greedy(processed, self._first_highest)
+        choices = self._choose(processed)
         highest = processed.gather(1, choices[0][:, None])
         for draws in (batch.id_order_draws, batch.top_k_draws, batch.sorted_draws):
             if draws is not None:
@@ -143,13 +144,8 @@ class Sampler:
             raise ValueError(f"token_table has shape {tuple(token_table.shape)}, expected {self._table_shape}")
 
 
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(dim=1)
-
-
-def _greedy(logits: torch.Tensor, first_highest: FirstHighest) -> torch.Tensor:
-    """Give [2, num_rows]: the first highest logit of each row, and whether the row can be sampled at all."""
-    token_ids = first_highest(logits)
+def _choose(logits: torch.Tensor) -> torch.Tensor:
+    token_ids = logits.argmax(dim=1)
     # It takes a NaN for the highest, so the highest value tells of the whole row.
     highest = logits.gather(1, token_ids[:, None]).squeeze(1)
     no_token = (highest == -torch.inf).to(torch.int64) * STATUS_NO_TOKEN
