@@ -453,21 +453,27 @@ private:
 #endif
 };
 
+inline int64_t pairs_of(const Projection& p) { return (p.num_outputs + kWide - 1) / kWide; }
+inline int64_t pairs_of_part(const Projection& p, int64_t threads) {
+    return std::max<int64_t>(1, pairs_of(p) / (8 * threads));
+}
+
 // Calls compute(kernel, panels, row, num_rows, results) and take(row, num_rows, output, num_outputs, results) for blocks
 // of the product, results being [num_rows][32]. A block's outputs are those of two panels, so that pairs may be joined.
 // `following` is the weight that will be read after this one; it may be null.
 template <typename Kernel, typename Value, typename Compute, typename Take>
 bool in_blocks(const Team& team, const Projection& p, const Projection* following, int64_t num_rows, Compute compute,
                Take take) {
-    const int64_t num_panels = (p.num_outputs + kPanel - 1) / kPanel, num_pairs = (num_panels + 1) / 2;
+    const int64_t num_panels = (p.num_outputs + kPanel - 1) / kPanel, num_pairs = pairs_of(p);
     const int64_t threads = std::min(team.num_threads, 1 + num_rows * p.num_inputs * p.num_outputs / kProductsPerThread);
-    // With many rows each thread has its own ones, else its own outputs.
-    const bool in_shares = threads > 1 && num_rows >= threads * kRowsOfShare;
+    // With many rows a thread's share is of rows, else of outputs.
+    const bool shares_rows = threads > 1 && num_rows >= threads * kRowsOfShare;
     const int64_t rows_of_thread = (num_rows + threads * kBlockRows - 1) / (threads * kBlockRows) * kBlockRows;
-    const int64_t rows_per_pass = in_shares ? std::min(kRowsPerPass, rows_of_thread) : kRowsPerPass;
+    const int64_t rows_per_pass = shares_rows ? std::min(kRowsPerPass, rows_of_thread) : kRowsPerPass;
     const int64_t num_passes = (num_rows + rows_per_pass - 1) / rows_per_pass;
     // More parts than threads: one that is late, or shares its core, takes fewer.
-    const int64_t part = std::max<int64_t>(1, num_pairs / (8 * threads)), num_parts = (num_pairs + part - 1) / part;
+    const int64_t part = pairs_of_part(p, threads), num_parts = (num_pairs + part - 1) / part;
+    const int64_t num_items = num_passes * num_parts;
     struct Scratch {
         std::unique_ptr<Kernel> kernel = std::make_unique<Kernel>();
         alignas(64) float results[kBlockRows * kWide];
@@ -475,11 +481,13 @@ bool in_blocks(const Team& team, const Projection& p, const Projection* followin
     const auto values_of = [](const Projection& of, int64_t pair) {
         return static_cast<const Value*>(of.values) + 2 * pair * of.num_inputs * kPanel;
     };
-    // What a thread will likely read next: threads take turns, or have their shares.
+    // What a thread will likely read next: the next of its share, or the first of its share of what follows.
     const auto after_item = [&](int64_t item) -> const Value* {
-        const int64_t next = item + (in_shares ? 1 : threads), beyond = next - num_passes * num_parts;
-        if (beyond < 0) return values_of(p, next % num_parts * part);
-        return following ? values_of(*following, beyond) : nullptr;
+        const int64_t share = ((item + 1) * threads - 1) / num_items;
+        if (item + 1 < (share + 1) * num_items / threads) return values_of(p, (item + 1) % num_parts * part);
+        if (!following) return nullptr;
+        const int64_t size = pairs_of_part(*following, threads), count = (pairs_of(*following) + size - 1) / size;
+        return values_of(*following, shares_rows ? 0 : share * count / threads * size);
     };
     const auto compute_item = [&](Scratch& s, int64_t item) {
         const int64_t begin = item / num_parts * rows_per_pass, end = std::min(begin + rows_per_pass, num_rows);
@@ -502,7 +510,7 @@ bool in_blocks(const Team& team, const Projection& p, const Projection* followin
             }
         }
     };
-    return team.run(threads, num_passes * num_parts, [] { return Scratch(); }, compute_item, in_shares);
+    return team.run(threads, num_items, [] { return Scratch(); }, compute_item, true);
 }
 
 // Gives the product of rows of float or bfloat16 to take; gives whether there was memory.
