@@ -20,8 +20,8 @@ from runnerd_torch.sampling.processors import process_logits
 from runnerd_torch.sampling.slots import SlotTable
 
 Choose = Callable[[torch.Tensor], torch.Tensor]
-"""Chooses from logits [n, size]: gives [2, n] int64, the place of the first of the highest of each row, NaN being higher
-than all, and a STATUS_ that tells whether the row can be sampled at all."""
+"""Chooses from logits [n, size]: gives [2, n] int64, the place of the first of the highest of each row, NaN being the
+highest of all, and a STATUS_ that tells whether the row can be sampled at all."""
 
 STATUS_OK = 0
 STATUS_NO_TOKEN = 1
