@@ -1003,7 +1003,7 @@ Status forward(const ForwardArgs& args, const Team& team) {
         return std::unique_ptr<ThreadState<T>>(new ThreadState<T>{Scratch(max_rows, args.head_dim)});
     };
     if (!team.run(attention.num_threads, int64_t(attention.units.size()), make_state,
-                  [&](auto& state, int64_t i) { attend<T>(attention, attention.units[i], *state); }, true))
+                  [&](auto& state, int64_t i) { attend<T>(attention, attention.units[i], *state); }))
         return kNoMemory;
     if (attention.split.empty()) return kOk;
     const int64_t mergers = std::min(attention.num_threads, 1 + attention.partials_size / kAttentionProductsPerThread);

@@ -211,7 +211,7 @@ private:
         const int64_t num_items = (num_rows + kRowsPerItem - 1) / kRowsPerItem;
         return team.run(
             1 + num_rows * numbers_per_row / kNumbersPerThread, num_items, [] { return 0; },
-            [&](int, int64_t item) { work(item * kRowsPerItem, std::min((item + 1) * kRowsPerItem, num_rows)); }, true);
+            [&](int, int64_t item) { work(item * kRowsPerItem, std::min((item + 1) * kRowsPerItem, num_rows)); });
     }
 
     bool embed() {

@@ -510,7 +510,7 @@ bool in_blocks(const Team& team, const Projection& p, const Projection* followin
             }
         }
     };
-    return team.run(threads, num_items, [] { return Scratch(); }, compute_item, true);
+    return team.run(threads, num_items, [] { return Scratch(); }, compute_item);
 }
 
 // Gives the product of rows of float or bfloat16 to take; gives whether there was memory.

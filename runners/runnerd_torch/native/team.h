@@ -97,15 +97,13 @@ struct Team {
         on_threads(num_threads, member);
     }
 
-    // Calls work(scratch, i) for each i < num_items on up to most_threads threads, which take items as they get free;
-    // each thread makes its scratch. Gives whether there was memory for it.
-    //
-    // Items may come in one share for each thread: a thread then takes those of its own share first. What threads that
-    // stay together work on lies near their cores if a piece of work is in the same share each time.
+    // Calls work(scratch, i) for each i < num_items on up to most_threads threads, which take items as they get free,
+    // first those of their own share: what threads that stay together work on lies near their cores if it is in the same
+    // share each time. Each thread makes its scratch. Gives whether there was memory for it.
     template <typename MakeScratch, typename Work>
-    bool run(int64_t most_threads, int64_t num_items, MakeScratch make_scratch, Work work, bool in_shares = false) const {
+    bool run(int64_t most_threads, int64_t num_items, MakeScratch make_scratch, Work work) const {
         const int64_t count = std::min({most_threads, num_threads, num_items});
-        const int64_t num_shares = in_shares ? std::max<int64_t>(count, 1) : 1;
+        const int64_t num_shares = std::max<int64_t>(count, 1);
         struct alignas(64) Share {
             std::atomic<int64_t> next;
         };
