@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
@@ -300,6 +301,15 @@ def test_ctrl_c_reaches_the_whole_group_and_still_drains(daemon) -> None:
         assert server.wait() == 0
 
 
+@pytest.fixture
+def hangups() -> Iterator[None]:
+    """Lets processes that are started here take a hangup, though these tests may run without a terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
 def test_a_terminal_that_closes_drains_and_leaves_no_socket(daemon, tmp_path) -> None:
     path = tmp_path / "runnerd.sock"
     server = daemon(*SLOW, "--unix-socket", str(path))
