@@ -245,8 +245,8 @@ def test_greedy_choices_are_those_of_torch(size, num_rows, highest, odd, seed):
     if odd is not None:
         logits[torch.rand(logits.shape, generator=numbers) < (0.99 if odd == -torch.inf else 0.01)] = odd
     # For lack of a fixture within hypothesis: the library comes from the cache.
-    highest = logits.gather(1, logits.argmax(1, keepdim=True)).squeeze(1)
-    status = torch.where(highest == -torch.inf, 1, torch.where(highest.isfinite(), 0, 2))
+    chosen = logits.gather(1, logits.argmax(1, keepdim=True)).squeeze(1)
+    status = torch.where(chosen == -torch.inf, 1, torch.where(chosen.isfinite(), 0, 2))
     assert torch.equal(DecoderLibrary().choose(logits), torch.stack((logits.argmax(1), status)))
 
 

@@ -456,12 +456,16 @@ private:
         return forward<T>(args, team);
     }
 
+    int64_t row_of(int64_t token) const {
+        return std::upper_bound(s.query_start_loc, s.query_start_loc + s.num_rows, token) - s.query_start_loc - 1;
+    }
+
     // Leaves out the queries of each sequence that come before the first whose logits are wanted.
     void select_queries() {
         const int32_t* const all = s.query_start_loc;
         std::vector<int32_t> first(all + 1, all + s.num_rows + 1);
         for (int64_t i = 0; i < s.num_logits; ++i) {
-            int32_t& of_row = first[std::upper_bound(all, all + s.num_rows, s.logits_index[i]) - all - 1];
+            int32_t& of_row = first[row_of(s.logits_index[i])];
             of_row = std::min(of_row, int32_t(s.logits_index[i]));
         }
         const int64_t query_size = m.num_heads * m.head_dim;
@@ -481,9 +485,7 @@ private:
         for (int64_t i = 0; i < s.num_logits; ++i) {
             const int64_t token = s.logits_index[i];
             // Of each sequence, the last queries are those selected.
-            const int32_t* const all = s.query_start_loc;
-            const int64_t end = std::upper_bound(all, all + s.num_rows, token) - all;
-            const int64_t query = query_start_loc[end] + token - all[end];
+            const int64_t next = row_of(token) + 1, query = query_start_loc[next] + token - s.query_start_loc[next];
             std::memcpy(w.qkv + i * m.hidden_size, w.hidden + token * m.hidden_size, m.hidden_size * sizeof(float));
             std::memcpy(w.query + i * heads_size, w.heads + query * heads_size, heads_size * sizeof(T));
         }
