@@ -64,6 +64,8 @@ class PieceDetokenizer:
         drops_first_space: Leave out a space at the very beginning.
     """
 
+    __slots__ = ("_at_first", "_decoder", "_table", "_whole_texts", "inside_character")
+
     def __init__(self, table: PieceTable, *, drops_first_space: bool = False) -> None:
         self._table = table
         self._whole_texts = table.whole_texts

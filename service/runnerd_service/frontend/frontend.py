@@ -21,9 +21,10 @@ from typing import TypeVar
 import msgspec
 
 from runnerd_service.config import ServerConfig
-from runnerd_service.engine.messages import EngineReady, Load, LoadProgress, RequestOutput
+from runnerd_service.engine.messages import EngineReady, Load, LoadProgress
 from runnerd_service.errors import EngineFailed, NotReady, Overloaded, RequestAborted, RunnerdError
 from runnerd_service.frontend.effort import Effort, effort_of, effort_of_prompt
+from runnerd_service.frontend.feed import OutputFeed
 from runnerd_service.frontend.live import LiveRequest, LiveRequests
 from runnerd_service.frontend.loading import LoadedModel, load_model
 from runnerd_service.frontend.ongoing import OngoingRequest
@@ -371,32 +372,16 @@ class Frontend:
         live.stream = stream
         name = printable(live.request_id)
         ongoing = OngoingRequest(lambda error: self._fail(live, error), name)
-        for index in range(request.n):
+        for buffer in stream.outputs:
             uid = self._live.open_output(live, num_prompt_tokens)
-            added = request.add_request(uid, index, time.monotonic_ns())
-            start = partial(self._engine.add_accepted, ongoing, added, self._sink(live, uid, index))
+            added = request.add_request(uid, buffer.index, time.monotonic_ns())
+            meter = self.request_stats.meter(live.times)
+            feed = OutputFeed(uid, stream, buffer, meter, self._live, self._engine)
+            start = partial(self._engine.add_accepted, ongoing, added, feed)
             self._live.start_output(uid, request.priority, num_prompt_tokens + request.max_tokens, start)
         live.times.num_prompt_tokens = num_prompt_tokens
         logger.debug("request %s: %d prompt tokens", name, num_prompt_tokens, extra=with_fields(request_id=name))
         return stream
-
-    def _sink(self, live: LiveRequest, uid: int, index: int) -> Callable[[RequestOutput], None]:
-        stream, meter = live.stream, self.request_stats.meter(live.times)
-        assert stream is not None  # it is submitted
-
-        is_silent = True
-
-        def sink(output: RequestOutput) -> None:
-            nonlocal is_silent
-            if is_silent:
-                is_silent = False
-                self._live.heard(uid, self._engine.num_waiting)
-            meter.note(len(output.token_ids), output.began_ns, output.num_cached_tokens)
-            if output.finish is not None:
-                self._live.close_outputs((uid,))
-            stream.receive(index, output)
-
-        return sink
 
     def _end_waiting(self, live: LiveRequest) -> None:
         """End a request that has waited for a place as long as it may."""

@@ -41,8 +41,35 @@ class OutputBuffer:
         tokenizer: The model's.
     """
 
+    __slots__ = (
+        "_checker",
+        "_cumulative",
+        "_decodes",
+        "_detokenizer",
+        "_held_text",
+        "_held_tokens",
+        "_is_plain",
+        "_num_cached",
+        "_num_released",
+        "_num_tokens",
+        "_request",
+        "_taken_texts",
+        "_taken_tokens",
+        "_texts",
+        "_tokenizer",
+        "_tokens",
+        "_wants_text",
+        "_wants_tokens",
+        "finish",
+        "has_news",
+        "index",
+        "is_noted",
+    )
+
     def __init__(self, index: int, request: PreparedRequest, tokenizer: Tokenizer) -> None:
-        self._index = index
+        self.index = index
+        self.is_noted = False
+        """For whoever keeps a list of those with news: whether it is there."""
         self._request = request
         self._tokenizer = tokenizer
         self._wants_text, self._wants_tokens = request.wants_text, request.wants_tokens
@@ -118,7 +145,7 @@ class OutputBuffer:
             self._taken_texts.append(text)
             self._taken_tokens.extend(tokens)
             text, tokens = "".join(self._taken_texts), tuple(self._taken_tokens)
-        return OutputChunk(self._index, text, tokens, self.finish)
+        return OutputChunk(self.index, text, tokens, self.finish)
 
     def _decode(self, output: RequestOutput) -> list[str]:
         """Give each token's text. The token that ended the output has none, unless it was asked for."""

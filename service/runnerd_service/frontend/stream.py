@@ -30,6 +30,22 @@ class RequestStream:
         end_early: Called with the index of an output that ends before the engine knows.
     """
 
+    __slots__ = (  # with some hundred streams each is touched once a step, and all of it comes from far memory
+        "_awaits_prompt",
+        "_changed",
+        "_end_early",
+        "_error",
+        "_num_open",
+        "_owes_prompt",
+        "_prompt_logprobs",
+        "_request",
+        "_started",
+        "_tokenizer",
+        "_turns",
+        "_waiter",
+        "outputs",
+    )
+
     def __init__(
         self,
         request_id: str,
@@ -42,10 +58,11 @@ class RequestStream:
         self._request = request
         self._tokenizer = tokenizer
         self._end_early = end_early
-        self._outputs = [OutputBuffer(index, request, tokenizer) for index in range(request.n)]
+        self.outputs = tuple(OutputBuffer(index, request, tokenizer) for index in range(request.n))
+        """What each output has; they are filled by :meth:`receive`."""
         self._num_open = request.n
-        self._changed: dict[int, None] = {}
-        """Indexes of outputs that may have news, oldest first."""
+        self._changed: list[OutputBuffer] = []
+        """Outputs that may have news, oldest first."""
         self._error: RunnerdError | None = None
         self._turns = turns
         self._waiter: asyncio.Future[None] | None = None
@@ -59,29 +76,28 @@ class RequestStream:
         """Whether each output has its finish."""
         return self._num_open == 0
 
-    def receive(self, index: int, output: RequestOutput) -> None:
-        """Take what a step gave output ``index``; failures come by :meth:`fail`."""
-        buffer = self._outputs[index]
+    def receive(self, buffer: OutputBuffer, output: RequestOutput) -> None:
+        """Take what a step gave one of :attr:`outputs`; failures come by :meth:`fail`."""
         if self._error is not None or buffer.finish is not None:
             return
         if output.prompt_logprobs:
             self._prompt_logprobs = output.prompt_logprobs
             self._awaits_prompt = False
         if buffer.push(output):
-            self._end_early(index)
+            self._end_early(buffer.index)
         if buffer.has_news or self._owes_prompt:
-            self._note(index, buffer)
+            self._note(buffer)
 
     def end_by_time(self) -> None:
         """End the outputs that are still open: the request's time is over."""
         if self._error is not None:
             return
         self._awaits_prompt = False
-        for index, buffer in enumerate(self._outputs):
+        for buffer in self.outputs:
             if buffer.finish is None:
-                self._end_early(index)
+                self._end_early(buffer.index)
                 buffer.end_by_time()
-                self._note(index, buffer)
+                self._note(buffer)
 
     def fail(self, error: RunnerdError) -> bool:
         """Let the reader get ``error`` after what there is; give whether the request had neither ended nor failed."""
@@ -122,10 +138,12 @@ class RequestStream:
             await waiter
             may_go_on = True
 
-    def _note(self, index: int, buffer: OutputBuffer) -> None:
+    def _note(self, buffer: OutputBuffer) -> None:
         if buffer.finish is not None:
             self._num_open -= 1
-        self._changed[index] = None
+        if not buffer.is_noted:
+            buffer.is_noted = True
+            self._changed.append(buffer)
         if self._waiter is not None:
             self._call_up()
 
@@ -142,9 +160,9 @@ class RequestStream:
             self._owes_prompt = False
             return self._prompt_records()
         while self._changed:
-            index = next(iter(self._changed))
-            del self._changed[index]
-            chunk = self._outputs[index].take()
+            buffer = self._changed.pop(0)
+            buffer.is_noted = False
+            chunk = buffer.take()
             if chunk is not None:
                 return chunk
         return None

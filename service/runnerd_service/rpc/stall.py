@@ -22,6 +22,8 @@ class StallLimit:
         ReaderStalled: From the block, when one took longer.
     """
 
+    __slots__ = ("_loop", "_seconds", "_timeout", "_timer", "_writing_since")
+
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
