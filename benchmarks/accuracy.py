@@ -116,7 +116,10 @@ def compare(answers: Answers, reference: Answers) -> dict[str, Any]:
     }
 
 
-DEFAULT_VARIANTS = ("bfloat16=--dtype bfloat16", "int8=--dtype bfloat16 --runner-option quantization=int8")
+DEFAULT_VARIANTS = (
+    "bfloat16=--dtype bfloat16",
+    *(f"{name}=--dtype bfloat16 --runner-option quantization={name}" for name in ("int8", "int4")),
+)
 
 
 def variant(given: str) -> tuple[str, list[str]]:
@@ -158,7 +161,7 @@ def parse() -> argparse.Namespace:
         type=variant,
         action="append",
         metavar="NAME=ARGUMENTS",
-        help="a configuration, by its arguments of runnerd serve (default: 'bfloat16=--dtype bfloat16')",
+        help="a configuration, by its arguments of runnerd serve (default: bfloat16, int8 and int4)",
     )
     parser.add_argument("--pieces", type=int, default=16)
     parser.add_argument("--piece-len", type=int, default=256, help="tokens of a piece")

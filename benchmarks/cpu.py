@@ -45,6 +45,7 @@ class Variant:
 VARIANTS = {
     "bf16": Variant("bf16"),
     "int8": Variant("int8", ("--runner-option", "quantization=int8")),
+    "int4": Variant("int4", ("--runner-option", "quantization=int4")),
 }
 
 

@@ -48,7 +48,7 @@ def _decoders(
     if not against:
         return DecoderBuilder(quantization, required=model_impl == "native")
     for name, value in (("model_impl", model_impl), ("quantization", quantization)):
-        if value in ("native", "int8"):
+        if value in ("native", "int8", "int4"):
             raise InvalidOption(
                 f"runner 'cpu': option {name} {value} needs the native decoder, which {' and '.join(against)} "
                 "leaves out; set those to auto"

@@ -74,7 +74,10 @@ CPU = RunnerPlugin(
             "model code: auto, transformers, fused or native (both for Llama-like models; native is compiled C++)",
         ),
         RunnerOption(
-            "quantization", str, "none", "weights of the native decoder: none or int8 (half the bytes of bfloat16)"
+            "quantization",
+            str,
+            "none",
+            "weights of the native decoder: none, int8 (half the bytes of bfloat16) or int4 (a third)",
         ),
         ALLOW_PICKLE,
     ),

@@ -156,27 +156,44 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(library, family):
         assert our_error < 1.2 * their_error
 
 
+def rounded_to_int8(weight: torch.Tensor) -> torch.Tensor:
+    scales = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / scales).round() * scales
+
+
+def rounded_to_int4(weight: torch.Tensor) -> torch.Tensor:
+    groups = weight.view(len(weight), -1, 32)
+    least = groups.amin(2, keepdim=True)
+    steps = ((groups.amax(2, keepdim=True) - least) / 15).half().float()
+    least = least.half().float()
+    return (((groups - least) / steps).round().clamp(0, 15) * steps + least).view(weight.shape)
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
-def test_int8_gives_the_logits_of_its_own_rounded_weights(library, family):
+@pytest.mark.parametrize(("quantization", "share"), [("int8", 0.6), ("int4", 0.48)])
+def test_quantized_weights_give_the_logits_of_their_rounded_numbers(library, family, quantization, share):
     def rounded(network):
-        for name, parameter in network.named_parameters():
-            if parameter.dim() == 2 and ("proj" in name or "lm_head" in name or network.config.tie_word_embeddings):
-                scales = parameter.float().abs().amax(1, keepdim=True) / 127
-                parameter.copy_((parameter.float() / scales).round() * scales)
+        weights = [(name, parameter) for name, parameter in network.named_parameters() if parameter.dim() == 2]
+        for name, parameter in weights:
+            if "proj" in name and quantization == "int4":
+                parameter.copy_(rounded_to_int4(parameter))
+            elif "proj" in name or "lm_head" in name or ("embed" in name and network.config.tie_word_embeddings):
+                parameter.copy_(rounded_to_int8(parameter))
         return network
 
     tokens = some_tokens(40, 9)
     network = make_network(family, torch.bfloat16).float()
     exact = Sequences(TransformersModel(rounded(network)), tokens, torch.float32).step({0: 40, 1: 9})
-    decoder = native(library, make_network(family, torch.bfloat16), "int8")
+    decoder = native(library, make_network(family, torch.bfloat16), quantization)
     got = Sequences(decoder, tokens, torch.bfloat16).step({0: 40, 1: 9})
     error = (got - exact).square().mean().sqrt() / exact.square().mean().sqrt()
     assert error < 0.03
-    assert decoder.weights_bytes < 0.6 * native(library, make_network(family, torch.bfloat16)).weights_bytes
+    assert decoder.weights_bytes < share * native(library, make_network(family, torch.bfloat16)).weights_bytes
 
 
 @pytest.mark.parametrize(
-    ("dtype", "quantization"), [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8")]
+    ("dtype", "quantization"),
+    [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")],
 )
 @pytest.mark.parametrize(("family", "block_size"), [("llama", 16), ("mistral", 32), ("mistral", 8)])
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -304,7 +321,8 @@ def test_without_a_compiler_it_is_left_out_or_refused(monkeypatch, caplog, tmp_p
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int4"}, "option quantization is 'int4', expected none, int8"),
+        ({"quantization": "int2"}, "option quantization is 'int2', expected none, int8, int4"),
+        ({"quantization": "int4", "linear": "torch"}, "option quantization int4 needs the native decoder"),
         ({"quantization": "int8", "attention": "torch"}, "option quantization int8 needs the native decoder"),
         ({"model_impl": "native", "linear": "torch"}, "option model_impl native needs the native decoder"),
         ({"quantization": "int8", "model_impl": "fused"}, "which model_impl fused leaves out"),
@@ -335,8 +353,14 @@ def test_processors_that_can_less_compute_the_same(monkeypatch, left_out):
     for family in FAMILIES:
         test_logits_are_those_of_transformers(library, family)
         test_bfloat16_is_as_near_to_float32_as_transformers_is(library, family)
-    test_int8_gives_the_logits_of_its_own_rounded_weights(library, "qwen2")
-    for dtype, quantization in ((torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8")):
+    for quantization, share in (("int8", 0.6), ("int4", 0.48)):
+        test_quantized_weights_give_the_logits_of_their_rounded_numbers(library, "qwen2", quantization, share)
+    for dtype, quantization in (
+        (torch.float32, "none"),
+        (torch.bfloat16, "none"),
+        (torch.bfloat16, "int8"),
+        (torch.bfloat16, "int4"),
+    ):
         test_a_token_has_the_same_bits_in_every_batch_and_chunk(library, dtype, quantization, "mistral", 16, 2)
 
 

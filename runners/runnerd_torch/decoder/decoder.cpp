@@ -30,7 +30,6 @@ struct DecoderModel {
     const float* final_norm;
     const void* embedding;  // [vocab_size, hidden_size] in the model's type; null: the head's weight
     int64_t num_layers, hidden_size, num_heads, num_kv_heads, head_dim, intermediate_size;
-    int64_t weight_type;
     int64_t halves_take_turns;  // 1: in qkv, panels of the two halves of a query's and of a key's head take turns
     float eps, scale;
 };
@@ -82,14 +81,14 @@ struct Workspace {
           query(carver.take<T>(num_tokens * m.num_heads * m.head_dim)),
           heads(carver.take<T>(num_tokens * m.num_heads * m.head_dim)),
           gated(carver.take<T>(num_tokens * m.intermediate_size)) {
-        if (m.weight_type != kInt8Weight) return;
+        if (m.head.weight_type != kInt8Weight) return;
         const int64_t width = std::max({m.hidden_size, m.num_heads * m.head_dim, m.intermediate_size});
 #if defined(RUNNERD_TILES)
         whole.high = carver.take<int8_t>(num_tokens * width);
         whole.low = carver.take<int8_t>(num_tokens * width);
-#else
-        whole.numbers = carver.take<int16_t>(num_tokens * width);
 #endif
+        whole.numbers = carver.take<int16_t>(num_tokens * width);
+        whole.group_sums = carver.take<float>(num_tokens * (width / kGroup));
         whole.scales = carver.take<float>(num_tokens);
     }
     float *hidden, *qkv;
@@ -194,15 +193,21 @@ private:
     // Gives the product of rows of the model's type to take.
     template <typename Take>
     bool product(const Projection& p, const Projection* following, const T* inputs, int64_t num_rows, Take take) {
-        if constexpr (std::is_same_v<T, BFloat16>)
-            if (m.weight_type == kInt8Weight)
-                return by_rows(num_rows, p.num_inputs,
-                               [&](int64_t first, int64_t last) {
-                                   for (int64_t row = first; row < last; ++row)
-                                       to_whole(inputs + row * p.num_inputs, p.num_inputs, row, w.whole);
-                               }) &&
-                       multiply(team, p, w.whole, num_rows, take, following);
+        if constexpr (std::is_same_v<T, BFloat16>) {
+            if (p.weight_type == kInt8Weight)
+                return make_whole<kInt8Weight>(p, inputs, num_rows) && multiply_int8(team, p, w.whole, num_rows, take, following);
+            if (p.weight_type == kInt4Weight)
+                return make_whole<kInt4Weight>(p, inputs, num_rows) && multiply_int4(team, p, w.whole, num_rows, take, following);
+        }
         return multiply(team, p, inputs, num_rows, take, following);
+    }
+
+    template <WeightType kType>
+    bool make_whole(const Projection& p, const T* inputs, int64_t num_rows) {
+        return by_rows(num_rows, p.num_inputs, [&](int64_t first, int64_t last) {
+            for (int64_t row = first; row < last; ++row)
+                to_whole<kType>(inputs + row * p.num_inputs, p.num_inputs, row, w.whole);
+        });
     }
 
     // Calls work(first, last) for parts of num_rows rows of so many numbers.
@@ -224,13 +229,13 @@ private:
         if (m.embedding) return convert(static_cast<const T*>(m.embedding) + id * m.hidden_size, to, m.hidden_size);
         const int64_t panel = id / kPanel * m.hidden_size * kPanel, lane = id % kPanel;
         for (int64_t k = 0; k < m.hidden_size; ++k) {
-            if (m.weight_type == kFloat32Weight) {
+            if (m.head.weight_type == kFloat32Weight) {
                 to[k] = static_cast<const float*>(m.head.values)[panel + k * kPanel + lane];
-            } else if (m.weight_type == kBFloat16Weight) {
+            } else if (m.head.weight_type == kBFloat16Weight) {
                 to[k] = to_float(static_cast<const BFloat16*>(m.head.values)[panel + (k / 2 * kPanel + lane) * 2 + k % 2]);
             } else {
                 const int8_t number = static_cast<const int8_t*>(m.head.values)[panel + (k / 4 * kPanel + lane) * 4 + k % 4];
-                to[k] = float(number) * m.head.scales[id];
+                to[k] = float(number) * static_cast<const float*>(m.head.scales)[id];
             }
         }
     }
@@ -554,7 +559,7 @@ extern "C" int runnerd_decoder_prepare() { return request_tiles() ? 0 : 1; }
 
 extern "C" int64_t runnerd_decoder_workspace(const DecoderModel* model, int64_t num_tokens) {
     Carver carver(nullptr);
-    if (model->weight_type == kFloat32Weight) Workspace<float>(*model, num_tokens, carver);
+    if (model->head.weight_type == kFloat32Weight) Workspace<float>(*model, num_tokens, carver);
     else Workspace<BFloat16>(*model, num_tokens, carver);
     return carver.size();
 }
@@ -568,7 +573,7 @@ extern "C" int runnerd_decoder_run(const DecoderModel* model, const DecoderStep*
     Status status = kOk;
     Team{step->parallel_region, step->num_threads}.gather([&](const Team& team) {
         try {
-            if (model->weight_type == kFloat32Weight) status = Step<float>(*model, *step, team).run();
+            if (model->head.weight_type == kFloat32Weight) status = Step<float>(*model, *step, team).run();
             else status = Step<BFloat16>(*model, *step, team).run();
         } catch (const std::bad_alloc&) {
             status = kNoMemory;

@@ -24,7 +24,7 @@ class ProjectionFields(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("values", "scales", "bias")),
-        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs")),
+        *((name, ctypes.c_int64) for name in ("num_inputs", "num_outputs", "weight_type")),
     )
 
 
@@ -46,7 +46,7 @@ class ModelFields(ctypes.Structure):
         ("head", ProjectionFields),
         *((name, ctypes.c_void_p) for name in ("final_norm", "embedding")),
         *((name, ctypes.c_int64) for name in ("num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, ctypes.c_int64) for name in ("intermediate_size", "weight_type", "halves_take_turns")),
+        *((name, ctypes.c_int64) for name in ("intermediate_size", "halves_take_turns")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
     )
 

@@ -18,13 +18,13 @@ from transformers.activations import SiLUActivation
 from runnerd_torch.attention.native_attention import MAX_HEAD_DIM
 from runnerd_torch.decoder.library import DecoderLibrary, LayerFields, ModelFields, StepFields
 from runnerd_torch.decoder.packing import (
-    INPUTS_MULTIPLE,
-    INT8_INPUTS_MULTIPLE,
     PANEL,
     PackedWeight,
     Quantization,
     halves_taking_turns,
+    inputs_multiple,
     pack,
+    quantization_of_head,
     taking_turns,
 )
 from runnerd_torch.decoder.rotations import Rotations
@@ -67,7 +67,7 @@ class NativeDecoder:
         self._layers = (LayerFields * len(layers))(*layers)
         embedding: torch.Tensor = decoder.embed_tokens.weight
         is_tied = network.lm_head.weight is embedding
-        head = self._take(quantization, network.lm_head)
+        head = self._take(quantization_of_head(quantization), network.lm_head)
         decoder.embed_tokens.register_parameter("weight", None)
         self._itemsize = head.values.itemsize
         self._model = ModelFields(
@@ -81,7 +81,6 @@ class NativeDecoder:
             num_kv_heads=probed.layers[0].num_kv_heads,
             head_dim=probed.layers[0].head_dim,
             intermediate_size=layers[0].down.num_inputs,
-            weight_type=head.weight_type,
             halves_take_turns=self._halves_take_turns,
             eps=decoder.norm.variance_epsilon,
             scale=probed.layers[0].scale,
@@ -240,7 +239,7 @@ def reason_against(
     if spec.head_dim % 8 or spec.head_dim > MAX_HEAD_DIM:
         return f"its heads are {spec.head_dim} wide, expected a multiple of 8 up to {MAX_HEAD_DIM}"
     projections = [one for name, one in network.named_modules() if isinstance(one, nn.Linear)]
-    multiple = INPUTS_MULTIPLE if quantization == "none" else INT8_INPUTS_MULTIPLE
+    multiple = inputs_multiple(quantization)
     if any(one.in_features % multiple for one in projections):
         return f"the inputs of a projection are no multiple of {multiple}"
     if any(layer.mlp.gate_proj.bias is not None for layer in decoder.layers):

@@ -32,7 +32,11 @@ constexpr int64_t kRowsPerPass = 256;            // rows whose inputs stay in th
 constexpr int64_t kRowsOfShare = 96;             // fewer rows are not worth a thread's reading all of the weight
 constexpr int64_t kProductsPerThread = 1 << 17;  // about 10 us; less is done sooner than another thread wakes up
 
-enum WeightType { kFloat32Weight = 0, kBFloat16Weight = 1, kInt8Weight = 2 };
+constexpr int kGroup = 32;                       // inputs of an int4 weight that share scales
+
+enum WeightType { kFloat32Weight = 0, kBFloat16Weight = 1, kInt8Weight = 2, kInt4Weight = 3 };
+
+struct Nibbles { uint32_t bits; };  // numbers from 0 to 15 for eight inputs of an output, the first one lowest
 
 #if defined(__AVX512F__)
 constexpr int kWidth = 16;
@@ -55,16 +59,20 @@ extern "C" {
 //   float32:  values float[num_panels][num_inputs][16]
 //   bfloat16: values bfloat16[num_panels][num_inputs / 2][16][2]
 //   int8:     values int8[num_panels][num_inputs / 4][16][4], scales float[num_panels][16]
-// The last panel is filled up with zeros. num_inputs is a multiple of 32 for bfloat16, of 64 for int8.
+//   int4:     values Nibbles[num_panels][num_inputs / 8][16], scales float16[num_panels][num_inputs / 32][2][16], first
+//             what a number counts, then what is added to it
+// The last panel is filled up with zeros. num_inputs is a multiple of 32 for bfloat16 and int4, of 64 for int8.
 struct Projection {
-    const void* values;
-    const float* scales;
+    const void *values, *scales;
     const float* bias;  // [num_outputs], may be null
-    int64_t num_inputs, num_outputs;
+    int64_t num_inputs, num_outputs, weight_type;
 };
 }
 
 namespace {
+
+template <typename Value>
+constexpr int64_t kInputsPerValue = std::is_same_v<Value, Nibbles> ? 8 : 1;
 
 // Calls work with count, from 1 to kMost, as a constant.
 template <int kMost, typename Work>
@@ -302,43 +310,67 @@ public:
 #endif
 #endif
 
-// Rows of whole numbers of up to 15 bits, each row with a scale: what an int8 weight is multiplied with. Sums of whole
-// numbers have no order, and here they fit into 32 bits. Where there are tiles of bytes, a number is 128 high + low.
+// Rows of whole numbers of up to 15 bits, each row with a scale: what an int8 or int4 weight is multiplied with. Sums of
+// whole numbers have no order, and here they fit into 32 bits. Where there are tiles of bytes, they take 128 high + low.
 struct WholeRows {
-#if defined(RUNNERD_TILES)
-    int8_t *high, *low;  // [num_rows][num_inputs]
-#else
-    int16_t* numbers;  // [num_rows][num_inputs]; of each four inputs in the order of kOrder
-#endif
-    float* scales;  // [num_rows]
+    int16_t* numbers;  // [num_rows][num_inputs]; of each four or eight inputs in the order of places_of
+    int8_t *high, *low;  // [num_rows][num_inputs]; null where there are no tiles
+    float* group_sums;   // [num_rows][num_inputs / 32], for an int4 weight
+    float* scales;       // [num_rows]
 };
-#if !defined(RUNNERD_TILES)
-constexpr int kOrder[4] = {0, 2, 1, 3};  // as shifts take bytes out of words
-#endif
 
-inline int32_t largest_whole(int64_t num_inputs) {
-    return int32_t(std::min<int64_t>(127 * 128, ((int64_t(1) << 31) - 1) / (127 * num_inputs)));
+// Gives where each of four or eight inputs goes: two and two side by side, as shifts take them out of words of a weight.
+template <WeightType kType>
+inline const int* places_of() {
+    static constexpr int kOfBytes[8] = {0, 2, 1, 3, 4, 6, 5, 7}, kOfNibbles[8] = {0, 2, 4, 6, 1, 3, 5, 7};
+    return kType == kInt4Weight ? kOfNibbles : kOfBytes;
 }
 
+// Gives the largest number whose products with an int8 or int4 weight, summed over so many inputs, fit.
+template <WeightType kType>
+inline int32_t largest_whole(int64_t num_inputs) {
+    const int64_t weight = kType == kInt4Weight ? 15 : 127, num_summed = kType == kInt4Weight ? kGroup : num_inputs;
+    return int32_t(std::min<int64_t>(127 * 128, ((int64_t(1) << 31) - 1) / (weight * num_summed)));
+}
+
+template <WeightType kType>
 inline void to_whole(const BFloat16* from, int64_t num_inputs, int64_t row, const WholeRows& to) {
     float largest = 0;
     for (int64_t i = 0; i < num_inputs; ++i) largest = std::max(largest, std::fabs(to_float(from[i])));
-    const float limit = float(largest_whole(num_inputs));
+    const float limit = float(largest_whole<kType>(num_inputs));
     // What is not finite must not vanish: its scale makes every output of the row NaN.
     to.scales[row] = largest / limit;
     const float factor = largest > 0 && largest < bits_to_float(0x7f800000u) ? limit / largest : 0.0f;
     constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23 rounds to a whole number
+    const int* const places = places_of<kType>();
     for (int64_t i = 0; i < num_inputs; ++i) {
         const int32_t number = int32_t(float_to_bits(to_float(from[i]) * factor + kMagic) - float_to_bits(kMagic));
-#if defined(RUNNERD_TILES)
-        const int32_t high = (number + 64) >> 7;
-        to.high[row * num_inputs + i] = int8_t(high);
-        to.low[row * num_inputs + i] = int8_t(number - high * 128);
-#else
-        to.numbers[row * num_inputs + i / 4 * 4 + kOrder[i % 4]] = int16_t(number);
-#endif
+        if (kType == kInt8Weight && to.high) {
+            const int32_t high = (number + 64) >> 7;
+            to.high[row * num_inputs + i] = int8_t(high);
+            to.low[row * num_inputs + i] = int8_t(number - high * 128);
+        } else {
+            to.numbers[row * num_inputs + i / 8 * 8 + places[i % 8]] = int16_t(number);
+        }
+    }
+    if (kType != kInt4Weight) return;
+    for (int64_t group = 0; group < num_inputs / kGroup; ++group) {
+        const int16_t* const numbers = to.numbers + row * num_inputs + group * kGroup;
+        int32_t sum = 0;
+        for (int i = 0; i < kGroup; ++i) sum += numbers[i];
+        to.group_sums[row * (num_inputs / kGroup) + group] = float(sum);
     }
 }
+
+#if defined(__AVX512BW__)
+inline __m512i add_products(__m512i sums, __m512i weights, __m512i inputs) {
+#if defined(__AVX512VNNI__)
+    return _mm512_dpwssd_epi32(sums, weights, inputs);
+#else
+    return _mm512_add_epi32(sums, _mm512_madd_epi16(weights, inputs));
+#endif
+}
+#endif
 
 // Gives blocks of results[num_rows][32] for rows of whole numbers, without the scales.
 class WholeMultiplier {
@@ -390,14 +422,6 @@ private:
     static constexpr int kRowsAtOnce = 8;
 
 #if defined(__AVX512BW__)
-    static __m512i add_products(__m512i sums, __m512i weights, __m512i inputs) {
-#if defined(__AVX512VNNI__)
-        return _mm512_dpwssd_epi32(sums, weights, inputs);
-#else
-        return _mm512_add_epi32(sums, _mm512_madd_epi16(weights, inputs));
-#endif
-    }
-
     // A word of the weight holds inputs 0 and 1 or 2 and 3 of an output: shifts make words of 0 and 2, and of 1 and 3.
     template <int kRows>
     static void rows(const int16_t* numbers, const int8_t* const* panels, int64_t num_inputs, float* results,
@@ -443,13 +467,109 @@ private:
                     for (int output = 0; output < kPanel; ++output)
                         for (int j = 0; j < 4; ++j)
                             sums[output][j] += int32_t(panels[i][k * kPanel + output * 4 + j]) *
-                                               numbers[r * num_inputs + k + kOrder[j]];
+                                               numbers[r * num_inputs + k + places_of<kInt8Weight>()[j]];
                 for (int output = 0; output < kPanel; ++output)
                     results[r * kWide + i * kPanel + output] =
                         float(sums[output][0] + sums[output][1] + sums[output][2] + sums[output][3]);
             }
     }
 #endif
+#endif
+};
+
+// Gives blocks of results[num_rows][32] for rows of whole numbers and an int4 weight, without the scales of the rows. The
+// sum of a group is exact; those of the groups are added in float32, in their order.
+class GroupMultiplier {
+public:
+    void operator()(const WholeRows& inputs, int64_t row, int64_t num_rows, const Nibbles* const* panels,
+                    const Float16* const* scales, int64_t num_inputs, float* results, const void* ahead) {
+        const char* next = static_cast<const char*>(ahead);
+        in_passes<kRowsAtOnce>(num_rows, [&](int64_t first, auto count, int64_t num_passes) {
+            const int64_t lines = next ? kLinesOfGroup / num_passes : 0, at = row + first;
+            rows<count>(inputs.numbers + at * num_inputs, inputs.group_sums + at * (num_inputs / kGroup), panels, scales,
+                        num_inputs, results + first * kWide, next, lines);
+            next += num_inputs / kGroup * lines * 64;
+        });
+    }
+
+private:
+    static constexpr int64_t kLinesOfGroup = kGroup / 8 * kWide * sizeof(Nibbles) / 64;  // of two panels
+
+#if defined(__AVX512BW__)
+    static constexpr int kRowsAtOnce = 6;
+
+    // Gives inputs kAt and kAt + 4 of each output as whole numbers of 16 bits.
+    template <int kAt>
+    static __m512i pair_of(__m512i nibbles) {
+        return _mm512_and_si512(_mm512_srli_epi16(nibbles, 4 * kAt), _mm512_set1_epi16(15));
+    }
+
+    static __m512 to_floats(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
+
+    template <int kRows>
+    static void rows(const int16_t* numbers, const float* group_sums, const Nibbles* const* panels,
+                     const Float16* const* scales, int64_t num_inputs, float* results, const char* ahead, int64_t lines) {
+        const int64_t num_groups = num_inputs / kGroup;
+        __m512 totals[kRows][2] = {};
+        for (int64_t group = 0; group < num_groups; ++group) {
+            for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
+            __m512i sums[kRows][2] = {};
+            for (int64_t k = group * kGroup; k < (group + 1) * kGroup; k += 8) {
+#pragma GCC unroll 2
+                for (int i = 0; i < 2; ++i) {
+                    const __m512i nibbles = _mm512_loadu_si512(panels[i] + k / 8 * kPanel);
+                    const __m512i pairs[4] = {pair_of<0>(nibbles), pair_of<1>(nibbles), pair_of<2>(nibbles),
+                                              pair_of<3>(nibbles)};
+#pragma GCC unroll 16
+                    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+                        for (int j = 0; j < 4; ++j) {
+                            int32_t pair;
+                            std::memcpy(&pair, numbers + r * num_inputs + k + 2 * j, sizeof pair);
+                            sums[r][i] = add_products(sums[r][i], pairs[j], _mm512_set1_epi32(pair));
+                        }
+                }
+            }
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i) {
+                const Float16* const of_group = scales[i] + group * 2 * kPanel;
+                const __m512 step = to_floats(of_group), least = to_floats(of_group + kPanel);
+#pragma GCC unroll 16
+                for (int r = 0; r < kRows; ++r) {
+                    const __m512 inputs = _mm512_set1_ps(group_sums[r * num_groups + group]);
+                    totals[r][i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[r][i]), step, totals[r][i]);
+                    totals[r][i] = _mm512_fmadd_ps(inputs, least, totals[r][i]);
+                }
+            }
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kRows; ++r)
+            for (int i = 0; i < 2; ++i) _mm512_storeu_ps(results + r * kWide + i * kPanel, totals[r][i]);
+    }
+#else
+    static constexpr int kRowsAtOnce = 1;
+
+    template <int>
+    static void rows(const int16_t* numbers, const float* group_sums, const Nibbles* const* panels,
+                     const Float16* const* scales, int64_t num_inputs, float* results, const char*, int64_t) {
+        for (int i = 0; i < 2; ++i) {
+            float totals[kPanel] = {};
+            for (int64_t group = 0; group < num_inputs / kGroup; ++group) {
+                int32_t sums[kPanel] = {};
+                for (int64_t k = group * kGroup; k < (group + 1) * kGroup; k += 8)
+                    for (int output = 0; output < kPanel; ++output) {
+                        const uint32_t bits = panels[i][k / 8 * kPanel + output].bits;
+                        for (int j = 0; j < 8; ++j)
+                            sums[output] += int32_t(bits >> 4 * j & 15) * numbers[k + places_of<kInt4Weight>()[j]];
+                    }
+                const Float16* const of_group = scales[i] + group * 2 * kPanel;
+                for (int output = 0; output < kPanel; ++output)
+                    totals[output] += float(sums[output]) * to_float(of_group[output]) +
+                                      group_sums[group] * to_float(of_group[kPanel + output]);
+            }
+            std::memcpy(results + i * kPanel, totals, sizeof totals);
+        }
+    }
 #endif
 };
 
@@ -479,7 +599,7 @@ bool in_blocks(const Team& team, const Projection& p, const Projection* followin
         alignas(64) float results[kBlockRows * kWide];
     };
     const auto values_of = [](const Projection& of, int64_t pair) {
-        return static_cast<const Value*>(of.values) + 2 * pair * of.num_inputs * kPanel;
+        return static_cast<const Value*>(of.values) + 2 * pair * of.num_inputs / kInputsPerValue<Value> * kPanel;
     };
     // What a thread will likely read next: the next of its share, or the first of its share of what follows.
     const auto after_item = [&](int64_t item) -> const Value* {
@@ -495,7 +615,7 @@ bool in_blocks(const Team& team, const Projection& p, const Projection* followin
         for (int64_t pair = first; pair < last; ++pair) {
             const Value* panels[2];
             for (int i = 0; i < 2; ++i)
-                panels[i] = values_of(p, 0) + std::min(2 * pair + i, num_panels - 1) * p.num_inputs * kPanel;
+                panels[i] = values_of(p, 0) + std::min(2 * pair + i, num_panels - 1) * (p.num_inputs / kInputsPerValue<Value>) * kPanel;
             const int64_t output = pair * kWide, num_outputs = std::min<int64_t>(kWide, p.num_outputs - output);
             for (int64_t row = begin; row < end; row += kBlockRows) {
                 const int64_t count = std::min(kBlockRows, end - row);
@@ -527,17 +647,37 @@ bool multiply(const Team& team, const Projection& p, const T* inputs, int64_t nu
 
 // The same for rows of whole numbers and an int8 weight.
 template <typename Take>
-bool multiply(const Team& team, const Projection& p, const WholeRows& inputs, int64_t num_rows, Take take,
-              const Projection* following = nullptr) {
+bool multiply_int8(const Team& team, const Projection& p, const WholeRows& inputs, int64_t num_rows, Take take,
+                   const Projection* following) {
     return in_blocks<WholeMultiplier, int8_t>(
         team, p, following, num_rows,
         [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t row, int64_t count, float* results, const void* ahead) {
             kernel(inputs, row, count, panels, p.num_inputs, results, ahead);
             const int64_t panel = (panels[0] - static_cast<const int8_t*>(p.values)) / (p.num_inputs * kPanel);
             const int64_t num_outputs = std::min<int64_t>(kWide, (p.num_outputs + kPanel - 1) / kPanel * kPanel - panel * kPanel);
+            const float* const scales = static_cast<const float*>(p.scales) + panel * kPanel;
             for (int64_t r = 0; r < count; ++r)
-                for (int64_t i = 0; i < num_outputs; ++i)
-                    results[r * kWide + i] *= p.scales[panel * kPanel + i] * inputs.scales[row + r];
+                for (int64_t i = 0; i < num_outputs; ++i) results[r * kWide + i] *= scales[i] * inputs.scales[row + r];
+        },
+        take);
+}
+
+// The same for an int4 weight.
+template <typename Take>
+bool multiply_int4(const Team& team, const Projection& p, const WholeRows& inputs, int64_t num_rows, Take take,
+                   const Projection* following) {
+    const int64_t panel_size = p.num_inputs / 8 * kPanel;
+    return in_blocks<GroupMultiplier, Nibbles>(
+        team, p, following, num_rows,
+        [&](GroupMultiplier& kernel, const Nibbles* const* panels, int64_t row, int64_t count, float* results, const void* ahead) {
+            const Float16* scales[2];
+            for (int i = 0; i < 2; ++i) {
+                const int64_t panel = (panels[i] - static_cast<const Nibbles*>(p.values)) / panel_size;
+                scales[i] = static_cast<const Float16*>(p.scales) + panel * (p.num_inputs / kGroup) * 2 * kPanel;
+            }
+            kernel(inputs, row, count, panels, scales, p.num_inputs, results, ahead);
+            for (int64_t r = 0; r < count; ++r)
+                for (int i = 0; i < kWide; ++i) results[r * kWide + i] *= inputs.scales[row + r];
         },
         take);
 }
