@@ -1,9 +1,9 @@
 """Rearranges weights once, as ``matmul.h`` reads them, and quantizes them where that is asked for.
 
-int8 is symmetric, with one scale for each output. int4 has numbers from 0 to 15 and, for each 32 inputs of an output, in
-float16, what a number counts and what is added to it: the weights of a GGUF file in Q4_1 stay as they are. The inputs
-become whole numbers of up to 15 bits when they are multiplied, with one scale for each row, and the sums, with int4
-those of each 32 inputs, are exact. It knows nothing of models.
+int8 is symmetric, with one scale for each output. int4 has numbers from 0 to 15 and, for each 32 inputs of an output,
+in float16, what a number counts and what is added to it: the weights of a GGUF file in Q4_1 stay as they are. The
+inputs become whole numbers of up to 15 bits when they are multiplied, with one scale for each row, and the sums, with
+int4 those of each 32 inputs, are exact. It knows nothing of models.
 """
 
 from __future__ import annotations
