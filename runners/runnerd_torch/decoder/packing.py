@@ -82,9 +82,9 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, quantization: Quantiza
         numbers, scales = _to_int8(weight)
         values, weight_type = _in_parts(numbers, num_panels, 4), INT8
     elif quantization == "int4":
-        numbers, scales = _to_int4(weight)
+        numbers, *of_groups = _to_int4(weight)
         values, weight_type = _in_parts(_two_in_a_byte(numbers), num_panels, 4), INT4
-        scales = torch.stack([_in_parts(one, num_panels, 1) for one in scales], dim=2)
+        scales = torch.stack([_in_parts(one, num_panels, 1) for one in of_groups], dim=2)
     elif weight.dtype == torch.bfloat16:
         values, weight_type = _in_parts(weight, num_panels, 2), BFLOAT16
     else:
@@ -120,14 +120,14 @@ def _to_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scales[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales.contiguous()
 
 
-def _to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+def _to_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Give ``[num_outputs, num_inputs]`` uint8 from 0 to 15, and two times ``[num_outputs, num_inputs / GROUP]``."""
     groups = weight.float().view(len(weight), -1, GROUP)
     least, most = groups.aminmax(dim=2, keepdim=True)
     steps = _nonzero(((most - least) / 15).half())
     least = least.half()
     numbers = ((groups - least.float()) / steps.float()).round_().clamp_(0, 15).to(torch.uint8)
-    return numbers.view(weight.shape), (steps.squeeze(2), least.squeeze(2))
+    return numbers.view(weight.shape), steps.squeeze(2), least.squeeze(2)
 
 
 def _two_in_a_byte(numbers: torch.Tensor) -> torch.Tensor:
