@@ -191,6 +191,17 @@ def test_quantized_weights_give_the_logits_of_their_rounded_numbers(library, fam
     assert decoder.weights_bytes < share * native(library, make_network(family, torch.bfloat16)).weights_bytes
 
 
+@pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
+@pytest.mark.parametrize("odd", [torch.nan, torch.inf])
+def test_what_is_not_finite_does_not_vanish(library, quantization, odd):
+    network = make_network("llama", torch.bfloat16, tie_word_embeddings=False)
+    network.model.embed_tokens.weight[7, 3] = odd
+    decoder = native(library, network, quantization)
+    logits = Sequences(decoder, [[1, 2, 3], [1, 7, 3]], torch.bfloat16).step({0: 3, 1: 3})
+    assert logits[:3].isfinite().all()
+    assert logits[4:].isnan().all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "quantization"),
     [(torch.float32, "none"), (torch.bfloat16, "none"), (torch.bfloat16, "int8"), (torch.bfloat16, "int4")],

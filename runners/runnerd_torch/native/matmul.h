@@ -313,18 +313,17 @@ public:
 // Rows of whole numbers of up to 15 bits, each row with a scale: what an int8 or int4 weight is multiplied with. Sums of
 // whole numbers have no order, and here they fit into 32 bits. Where there are tiles of bytes, they take 128 high + low.
 struct WholeRows {
-    int16_t* numbers;  // [num_rows][num_inputs]; of each four or eight inputs in the order of places_of
+    int16_t* numbers;  // [num_rows][num_inputs]; of each four or eight inputs in the order of kPlaces
     int8_t *high, *low;  // [num_rows][num_inputs]; null where there are no tiles
     float* group_sums;   // [num_rows][num_inputs / 32], for an int4 weight
     float* scales;       // [num_rows]
 };
 
-// Gives where each of four or eight inputs goes: two and two side by side, as shifts take them out of words of a weight.
+// Where each of eight inputs goes: two and two side by side, as shifts take them out of words of a weight.
 template <WeightType kType>
-inline const int* places_of() {
-    static constexpr int kOfBytes[8] = {0, 2, 1, 3, 4, 6, 5, 7}, kOfNibbles[8] = {0, 2, 4, 6, 1, 3, 5, 7};
-    return kType == kInt4Weight ? kOfNibbles : kOfBytes;
-}
+constexpr int kPlaces[8] = {0, 2, 1, 3, 4, 6, 5, 7};
+template <>
+constexpr int kPlaces<kInt4Weight>[8] = {0, 2, 4, 6, 1, 3, 5, 7};
 
 // Gives the largest number whose products with an int8 or int4 weight, summed over so many inputs, fit.
 template <WeightType kType>
@@ -333,16 +332,10 @@ inline int32_t largest_whole(int64_t num_inputs) {
     return int32_t(std::min<int64_t>(127 * 128, ((int64_t(1) << 31) - 1) / (weight * num_summed)));
 }
 
+// Gives numbers times factor, rounded.
 template <WeightType kType>
-inline void to_whole(const BFloat16* from, int64_t num_inputs, int64_t row, const WholeRows& to) {
-    float largest = 0;
-    for (int64_t i = 0; i < num_inputs; ++i) largest = std::max(largest, std::fabs(to_float(from[i])));
-    const float limit = float(largest_whole<kType>(num_inputs));
-    // What is not finite must not vanish: its scale makes every output of the row NaN.
-    to.scales[row] = largest / limit;
-    const float factor = largest > 0 && largest < bits_to_float(0x7f800000u) ? limit / largest : 0.0f;
+inline void round_row(const BFloat16* from, float factor, int64_t num_inputs, int64_t row, const WholeRows& to) {
     constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23 rounds to a whole number
-    const int* const places = places_of<kType>();
     for (int64_t i = 0; i < num_inputs; ++i) {
         const int32_t number = int32_t(float_to_bits(to_float(from[i]) * factor + kMagic) - float_to_bits(kMagic));
         if (kType == kInt8Weight && to.high) {
@@ -350,9 +343,41 @@ inline void to_whole(const BFloat16* from, int64_t num_inputs, int64_t row, cons
             to.high[row * num_inputs + i] = int8_t(high);
             to.low[row * num_inputs + i] = int8_t(number - high * 128);
         } else {
-            to.numbers[row * num_inputs + i / 8 * 8 + places[i % 8]] = int16_t(number);
+            to.numbers[row * num_inputs + i / 8 * 8 + kPlaces<kType>[i % 8]] = int16_t(number);
         }
     }
+}
+#if defined(__AVX512BW__)
+// The same without tiles, 32 inputs at a time.
+template <WeightType kType>
+inline void round_words(const BFloat16* from, float factor, int64_t num_inputs, int16_t* to) {
+    alignas(64) int16_t sources[32];
+    for (int i = 0; i < 32; ++i) sources[i / 8 * 8 + kPlaces<kType>[i % 8]] = int16_t(i);
+    const __m512i order = _mm512_load_si512(sources);
+    const auto rounded = [&](const BFloat16* part) {
+        const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)part)), 16);
+        return _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(_mm512_mul_ps(_mm512_castsi512_ps(bits), _mm512_set1_ps(factor))));
+    };
+    for (int64_t i = 0; i < num_inputs; i += 32) {
+        const __m512i numbers = _mm512_inserti64x4(_mm512_castsi256_si512(rounded(from + i)), rounded(from + i + 16), 1);
+        _mm512_storeu_si512(to + i, _mm512_permutexvar_epi16(order, numbers));
+    }
+}
+#endif
+
+template <WeightType kType>
+inline void to_whole(const BFloat16* from, int64_t num_inputs, int64_t row, const WholeRows& to) {
+    uint16_t bits = 0;  // without the sign they are in the order of the numbers, and those of NaN are above all
+    for (int64_t i = 0; i < num_inputs; ++i) bits = std::max(bits, uint16_t(from[i].bits & 0x7fff));
+    const float largest = to_float(BFloat16{bits}), limit = float(largest_whole<kType>(num_inputs));
+    // What is not finite must not vanish: its scale makes every output of the row NaN.
+    to.scales[row] = largest / limit;
+    const float factor = largest > 0 && largest < bits_to_float(0x7f800000u) ? limit / largest : 0.0f;
+#if defined(__AVX512BW__)
+    if (kType == kInt4Weight || !to.high) round_words<kType>(from, factor, num_inputs, to.numbers + row * num_inputs);
+    else
+#endif
+        round_row<kType>(from, factor, num_inputs, row, to);
     if (kType != kInt4Weight) return;
     for (int64_t group = 0; group < num_inputs / kGroup; ++group) {
         const int16_t* const numbers = to.numbers + row * num_inputs + group * kGroup;
@@ -467,7 +492,7 @@ private:
                     for (int output = 0; output < kPanel; ++output)
                         for (int j = 0; j < 4; ++j)
                             sums[output][j] += int32_t(panels[i][k * kPanel + output * 4 + j]) *
-                                               numbers[r * num_inputs + k + places_of<kInt8Weight>()[j]];
+                                               numbers[r * num_inputs + k + kPlaces<kInt8Weight>[j]];
                 for (int output = 0; output < kPanel; ++output)
                     results[r * kWide + i * kPanel + output] =
                         float(sums[output][0] + sums[output][1] + sums[output][2] + sums[output][3]);
@@ -560,7 +585,7 @@ private:
                     for (int output = 0; output < kPanel; ++output) {
                         const uint32_t bits = panels[i][k / 8 * kPanel + output].bits;
                         for (int j = 0; j < 8; ++j)
-                            sums[output] += int32_t(bits >> 4 * j & 15) * numbers[k + places_of<kInt4Weight>()[j]];
+                            sums[output] += int32_t(bits >> 4 * j & 15) * numbers[k + kPlaces<kInt4Weight>[j]];
                     }
                 const Float16* const of_group = scales[i] + group * 2 * kPanel;
                 for (int output = 0; output < kPanel; ++output)
