@@ -521,12 +521,11 @@ private:
     static constexpr int64_t kLinesOfGroup = kGroup / 8 * kWide * sizeof(Nibbles) / 64;  // of two panels
 
 #if defined(__AVX512BW__)
-    static constexpr int kRowsAtOnce = 6;
+    static constexpr int kRowsAtOnce = 12;
 
-    // Gives inputs kAt and kAt + 4 of each output as whole numbers of 16 bits.
-    template <int kAt>
-    static __m512i pair_of(__m512i nibbles) {
-        return _mm512_and_si512(_mm512_srli_epi16(nibbles, 4 * kAt), _mm512_set1_epi16(15));
+    // Gives inputs `at` and `at` + 4 of each output as whole numbers of 16 bits.
+    static __m512i pair_of(__m512i nibbles, int at) {
+        return _mm512_and_si512(_mm512_srli_epi16(nibbles, 4 * at), _mm512_set1_epi16(15));
     }
 
     static __m512 to_floats(const Float16* from) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from)); }
@@ -540,19 +539,18 @@ private:
             for (int64_t i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead, 0, 2);
             __m512i sums[kRows][2] = {};
             for (int64_t k = group * kGroup; k < (group + 1) * kGroup; k += 8) {
-#pragma GCC unroll 2
-                for (int i = 0; i < 2; ++i) {
-                    const __m512i nibbles = _mm512_loadu_si512(panels[i] + k / 8 * kPanel);
-                    const __m512i pairs[4] = {pair_of<0>(nibbles), pair_of<1>(nibbles), pair_of<2>(nibbles),
-                                              pair_of<3>(nibbles)};
-#pragma GCC unroll 16
-                    for (int r = 0; r < kRows; ++r)
+                const __m512i left = _mm512_loadu_si512(panels[0] + k / 8 * kPanel);
+                const __m512i right = _mm512_loadu_si512(panels[1] + k / 8 * kPanel);
 #pragma GCC unroll 4
-                        for (int j = 0; j < 4; ++j) {
-                            int32_t pair;
-                            std::memcpy(&pair, numbers + r * num_inputs + k + 2 * j, sizeof pair);
-                            sums[r][i] = add_products(sums[r][i], pairs[j], _mm512_set1_epi32(pair));
-                        }
+                for (int j = 0; j < 4; ++j) {
+                    const __m512i of_left = pair_of(left, j), of_right = pair_of(right, j);
+#pragma GCC unroll 16
+                    for (int r = 0; r < kRows; ++r) {
+                        int32_t pair;
+                        std::memcpy(&pair, numbers + r * num_inputs + k + 2 * j, sizeof pair);
+                        sums[r][0] = add_products(sums[r][0], of_left, _mm512_set1_epi32(pair));
+                        sums[r][1] = add_products(sums[r][1], of_right, _mm512_set1_epi32(pair));
+                    }
                 }
             }
 #pragma GCC unroll 2
