@@ -12,12 +12,16 @@ TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=300)
 
 
 @settings(deadline=None)
-@given(index=INDEXES, text=TEXTS)
-@example(index=0, text="")
-@example(index=128, text="x" * 16384)
-def test_text_alone_is_written_as_protobuf_writes_it(index: int, text: str) -> None:
-    expected = inference_pb2.StreamGenerateResponse(output=inference_pb2.OutputChunk(index=index, text=text))
-    data = serialized(OutputChunk(index, text, ()))
+@given(index=INDEXES, text=TEXTS, tokens=st.lists(st.tuples(INDEXES, TEXTS), max_size=3))
+@example(index=0, text="", tokens=[])
+@example(index=128, text="x" * 16384, tokens=[(0, "")])
+def test_text_and_tokens_are_written_as_protobuf_writes_them(
+    index: int, text: str, tokens: list[tuple[int, str]]
+) -> None:
+    messages = [generation_pb2.Token(id=token_id, text=one) for token_id, one in tokens]
+    output = inference_pb2.OutputChunk(index=index, text=text, tokens=messages)
+    expected = inference_pb2.StreamGenerateResponse(output=output)
+    data = serialized(OutputChunk(index, text, tuple(TokenRecord(*one) for one in tokens)))
     assert data == expected.SerializeToString()
     assert inference_pb2.StreamGenerateResponse.FromString(data).WhichOneof("event") == "output"
 

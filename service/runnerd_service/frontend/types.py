@@ -74,8 +74,7 @@ class Generation:
     """Until the caller waits no more; None: it waits for any time. Of the call, not of the request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """An alternative at a token's position."""
 
     id: int
@@ -83,9 +82,8 @@ class Candidate:
     logprob: float
 
 
-@dataclass(frozen=True, slots=True)
-class TokenRecord:
-    """One token of an output or prompt; ``logprob``, ``rank`` and ``candidates`` only when asked for."""
+class TokenRecord(msgspec.Struct, frozen=True, gc=False):
+    """One token of an output or prompt; ``logprob``, ``rank`` and ``candidates`` only when asked for, cheap to make."""
 
     id: int
     text: str
