@@ -54,11 +54,11 @@ test-ascend-slow: $(ASCEND_VENV)/.ready ## check the Ascend runner with the conf
 	PYTHONPATH=tests/ascend $(ASCEND_VENV)/bin/python -m ascend_sim pytest tests/ascend -m slow
 
 test-go: $(VENV)/.dev ## test the Go client, with Debian's packages
-	tools/install_client_toolchains.sh
+	tools/install_test_packages.sh
 	$(BIN)/python -m pytest tests/clients/test_go_stubs.py tests/clients/test_native_contract.py tests/clients/test_readmes.py -k go
 
 test-java: $(VENV)/.dev ## test the Java client, with Debian's packages
-	tools/install_client_toolchains.sh
+	tools/install_test_packages.sh
 	$(BIN)/python -m pytest tests/clients/test_native_contract.py tests/clients/test_readmes.py -k java
 
 # The lock file says which packages, with their sums.
@@ -87,7 +87,7 @@ lint: $(VENV)/.dev ## ruff, mypy, import contracts, proto lint and staleness
 protos: $(VENV)/.dev ## regenerate the Python and Go code and the pages of protos/
 	$(BIN)/python tools/protoc.py
 	$(BIN)/python tools/api_docs.py
-	tools/install_client_toolchains.sh
+	tools/install_test_packages.sh
 	clients/go/generate.sh
 
 api-baseline: $(VENV)/.dev ## make the present API the one that may not be broken (docs/clients.md)

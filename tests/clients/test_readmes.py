@@ -112,7 +112,7 @@ def test_the_node_page_shows_how_a_program_generates(native_client, daemons, tmp
 
 @pytest.mark.parametrize("language", ["go", "java"])
 def test_the_packages_that_a_page_names_are_those_that_the_tests_install(language: str) -> None:
-    script = (CLIENTS.parent / "tools" / "install_client_toolchains.sh").read_text()
+    script = (CLIENTS.parent / "tools" / "install_test_packages.sh").read_text()
     installed = set(re.search(r'^packages="([^"]*)"', script, re.MULTILINE)[1].split())
     named = {
         package
