@@ -9,7 +9,7 @@ import grpc
 import pytest
 
 from runnerd.v1 import generation_pb2 as pb
-from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2_grpc
+from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2_grpc
 from runnerd.v1.server_pb2 import GetModelInfoRequest, ServerState
 from runnerd_client import (
     ChatMessage,
@@ -170,6 +170,26 @@ async def test_an_option_of_a_newer_client_is_refused_and_not_ignored(live) -> N
             with pytest.raises(grpc.aio.AioRpcError, match="this server knows no field 99") as caught:
                 await (call if method == "Generate" else call.read())
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+METHODS = [
+    method
+    for service in (
+        *inference_pb2.DESCRIPTOR.services_by_name.values(),
+        *server_pb2.DESCRIPTOR.services_by_name.values(),
+    )
+    for method in service.methods
+    if not method.server_streaming  # the one that streams has its own test
+]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+async def test_each_call_refuses_fields_that_it_does_not_know(live, method) -> None:
+    async with grpc.aio.insecure_channel(live.address) as channel:
+        call = channel.unary_unary(f"/{method.containing_service.full_name}/{method.name}")
+        with pytest.raises(grpc.aio.AioRpcError, match="this server knows no field 99") as caught:
+            await call(b"\x98\x06\x01", timeout=30)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_a_message_over_the_limit_says_which_limit(serve) -> None:

@@ -277,6 +277,19 @@ def test_time_that_is_over_gives_what_was_held_back() -> None:
     assert chunk.finish == Finish("time_limit", prompt_tokens=2, completion_tokens=4, cached_tokens=0)
 
 
+def test_a_stop_that_is_found_when_the_time_is_over_is_the_end() -> None:
+    buffer = OutputBuffer(0, replace(REQUEST, stops=StopStrings(["\ufffd"])), TOKENIZER)
+    buffer.push(RequestOutput(uid=1, token_ids=tuple(b"a\xe2")))
+
+    buffer.end_by_time()
+
+    chunk = buffer.take()
+    assert chunk is not None
+    assert chunk.text == "a"
+    expected = Finish("stop", prompt_tokens=2, completion_tokens=2, cached_tokens=0, stop_string="\ufffd")
+    assert chunk.finish == expected
+
+
 def test_finish_without_a_token_is_given() -> None:
     chunks, _ = run(REQUEST, [b"a", b""])
 

@@ -348,7 +348,7 @@ type PromptTokens struct {
 	sizeCache     protoimpl.SizeCache
 	unknownFields protoimpl.UnknownFields
 
-	// A record for each prompt token but the first.
+	// A record for each prompt token but the first; none if the time limit ended the request before its prompt was computed.
 	Tokens []*Token `protobuf:"bytes,1,rep,name=tokens,proto3" json:"tokens,omitempty"`
 }
 

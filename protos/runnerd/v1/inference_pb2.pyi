@@ -157,7 +157,7 @@ class PromptTokens(google.protobuf.message.Message):
     TOKENS_FIELD_NUMBER: builtins.int
     @property
     def tokens(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[runnerd.v1.generation_pb2.Token]:
-        """A record for each prompt token but the first."""
+        """A record for each prompt token but the first; none if the time limit ended the request before its prompt was computed."""
 
     def __init__(
         self,

@@ -123,8 +123,8 @@ class OutputBuffer:
 
     def end_by_time(self) -> None:
         """End the output as it is: its time is over."""
-        self._flush()
-        self._finish_as("time_limit")
+        if not self._flush():
+            self._finish_as("time_limit")
 
     def take(self) -> OutputChunk | None:
         """Give what is new, or all so far when that was asked for; None if nothing is."""

@@ -150,6 +150,7 @@ class ModelServicer(server_pb2_grpc.ModelServiceServicer):
         self, request: server_pb2.GetModelInfoRequest, context: _Context
     ) -> server_pb2.GetModelInfoResponse:
         """Describe the model and what it serves."""
+        check_known(request)
         return replies.model_info(self._frontend.describe_model())
 
 
@@ -170,6 +171,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         self, request: server_pb2.GetServerInfoRequest, context: _Context
     ) -> server_pb2.GetServerInfoResponse:
         """Describe configuration and state; what only the engine knows is 0 or empty until it is ready."""
+        check_known(request)
         engine, ready = self._config.engine, self._frontend.engine_ready
         info = server_pb2.GetServerInfoResponse(
             version=version("runnerd"),
@@ -200,6 +202,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
 
     async def GetLoad(self, request: server_pb2.GetLoadRequest, context: _Context) -> server_pb2.GetLoadResponse:
         """Give the engine's counters."""
+        check_known(request)
         info, ready = replies.load_info(self._frontend.load), self._frontend.engine_ready
         if ready is not None and not info.num_blocks:  # no step has told it yet
             info.num_blocks = ready.num_blocks
@@ -209,6 +212,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         self, request: server_pb2.ListRunnersRequest, context: _Context
     ) -> server_pb2.ListRunnersResponse:
         """List the installed runners."""
+        check_known(request)
         runners = await asyncio.to_thread(describe_runners)  # imports plug-in modules
         return server_pb2.ListRunnersResponse(runners=[replies.runner_info(one) for one in runners])
 
@@ -226,6 +230,7 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         self, request: server_pb2.ResetPrefixCacheRequest, context: _Context
     ) -> server_pb2.ResetPrefixCacheResponse:
         """Forget the cached prefixes."""
+        check_known(request)
         return server_pb2.ResetPrefixCacheResponse(num_blocks=await self._frontend.reset_prefix_cache())
 
     async def Drain(self, request: server_pb2.DrainRequest, context: _Context) -> server_pb2.DrainResponse:
