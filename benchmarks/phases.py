@@ -16,14 +16,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import checkpoints
 import torch
 from common import machine, save, table
 
 from runnerd_spi import Admit, BlockGrant, Release, Row, RunnerConfig, SamplingParams, StepPlan
-from runnerd_torch.decoder import NativeDecoder
+from runnerd_torch.decoder import NativeDecoder, Quantization
 from runnerd_torch.decoder.library import PHASES
 from runnerd_torch.plugin import CPU
 from runnerd_torch.runner import TorchModelRunner
@@ -142,7 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=checkpoints.NAMES, default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
+    parser.add_argument("--quantization", default="none", choices=get_args(Quantization))
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--weights", type=Path, default=ROOT / ".cache" / "benchmark-weights")

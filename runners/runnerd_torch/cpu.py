@@ -47,8 +47,11 @@ def _decoders(
     against = [f"{name} {value}" for name, value in others.items() if value in ("torch", "transformers", "fused")]
     if not against:
         return DecoderBuilder(quantization, required=model_impl == "native")
-    for name, value in (("model_impl", model_impl), ("quantization", quantization)):
-        if value in ("native", "int8", "int4"):
+    for name, value, needs_native in (
+        ("model_impl", model_impl, model_impl == "native"),
+        ("quantization", quantization, quantization != "none"),
+    ):
+        if needs_native:
             raise InvalidOption(
                 f"runner 'cpu': option {name} {value} needs the native decoder, which {' and '.join(against)} "
                 "leaves out; set those to auto"

@@ -265,29 +265,25 @@ def test_stop_string_ends_an_output_whose_text_is_not_asked_for() -> None:
     assert [(chunk.text, chunk.tokens) for chunk in chunks] == [("", ())]
 
 
-def test_time_that_is_over_gives_what_was_held_back() -> None:
-    buffer = OutputBuffer(3, replace(REQUEST, stops=StopStrings(["STOP"])), TOKENIZER)
-    buffer.push(RequestOutput(uid=1, token_ids=tuple(b"aST\xc3")))
+@pytest.mark.parametrize(
+    ("stop", "output", "text", "reason", "found"),
+    [
+        ("STOP", b"aST\xc3", "aST\ufffd", "time_limit", None),
+        ("\ufffd", b"a\xe2", "a", "stop", "\ufffd"),  # what was held back completes it
+    ],
+)
+def test_time_that_is_over_gives_what_was_held_back(stop, output, text, reason, found) -> None:
+    buffer = OutputBuffer(3, replace(REQUEST, stops=StopStrings([stop])), TOKENIZER)
+    buffer.push(RequestOutput(uid=1, token_ids=tuple(output)))
 
     buffer.end_by_time()
 
     chunk = buffer.take()
     assert chunk is not None
-    assert (chunk.index, chunk.text) == (3, "aST\ufffd")
-    assert chunk.finish == Finish("time_limit", prompt_tokens=2, completion_tokens=4, cached_tokens=0)
-
-
-def test_a_stop_that_is_found_when_the_time_is_over_is_the_end() -> None:
-    buffer = OutputBuffer(0, replace(REQUEST, stops=StopStrings(["\ufffd"])), TOKENIZER)
-    buffer.push(RequestOutput(uid=1, token_ids=tuple(b"a\xe2")))
-
-    buffer.end_by_time()
-
-    chunk = buffer.take()
-    assert chunk is not None
-    assert chunk.text == "a"
-    expected = Finish("stop", prompt_tokens=2, completion_tokens=2, cached_tokens=0, stop_string="\ufffd")
-    assert chunk.finish == expected
+    assert (chunk.index, chunk.text) == (3, text)
+    assert chunk.finish == Finish(
+        reason, prompt_tokens=2, completion_tokens=len(output), cached_tokens=0, stop_string=found
+    )
 
 
 def test_finish_without_a_token_is_given() -> None:

@@ -27,12 +27,11 @@ namespace {
 
 constexpr int kPanel = 16;                       // outputs side by side in the packed weight
 constexpr int kWide = 2 * kPanel;                // outputs of two panels, which are computed together
+constexpr int kGroup = 32;                       // inputs of an int4 weight that share scales
 constexpr int64_t kBlockRows = 48;               // rows of a block of results
 constexpr int64_t kRowsPerPass = 256;            // rows whose inputs stay in the second-level cache
 constexpr int64_t kRowsOfShare = 96;             // fewer rows are not worth a thread's reading all of the weight
 constexpr int64_t kProductsPerThread = 1 << 17;  // about 10 us; less is done sooner than another thread wakes up
-
-constexpr int kGroup = 32;                       // inputs of an int4 weight that share scales
 
 enum WeightType { kFloat32Weight = 0, kBFloat16Weight = 1, kInt8Weight = 2, kInt4Weight = 3 };
 
@@ -70,9 +69,6 @@ struct Projection {
 }
 
 namespace {
-
-template <typename Value>
-constexpr int64_t kInputsPerValue = std::is_same_v<Value, Nibbles> ? 8 : 1;
 
 // Calls work with count, from 1 to kMost, as a constant.
 template <int kMost, typename Work>
@@ -596,18 +592,27 @@ private:
 #endif
 };
 
+inline int64_t panels_of(const Projection& p) { return (p.num_outputs + kPanel - 1) / kPanel; }
+inline int64_t panel_bytes(const Projection& p) {
+    const int64_t bits[] = {32, 16, 8, 4};  // of a number, by weight type
+    return p.num_inputs * kPanel * bits[p.weight_type] / 8;
+}
+// Gives the first or the second panel of a pair; the last pair may have one panel only, which is taken for both.
+inline int64_t panel_of(const Projection& p, int64_t pair, int i) { return std::min(2 * pair + i, panels_of(p) - 1); }
+
 inline int64_t pairs_of(const Projection& p) { return (p.num_outputs + kWide - 1) / kWide; }
 inline int64_t pairs_of_part(const Projection& p, int64_t threads) {
     return std::max<int64_t>(1, pairs_of(p) / (8 * threads));
 }
 
-// Calls compute(kernel, panels, row, num_rows, results) and take(row, num_rows, output, num_outputs, results) for blocks
-// of the product, results being [num_rows][32]. A block's outputs are those of two panels, so that pairs may be joined.
+// Calls compute(kernel, panels, pair, row, num_rows, results, ahead) and take(row, num_rows, output, num_outputs, results)
+// for blocks of the product, results being [num_rows][32]. A block's outputs are those of a pair of panels, so that pairs
+// may be joined. What lies at `ahead` will be wanted next; it may be null.
 // `following` is the weight that will be read after this one; it may be null.
 template <typename Kernel, typename Value, typename Compute, typename Take>
 bool in_blocks(const Team& team, const Projection& p, const Projection* following, int64_t num_rows, Compute compute,
                Take take) {
-    const int64_t num_panels = (p.num_outputs + kPanel - 1) / kPanel, num_pairs = pairs_of(p);
+    const int64_t num_pairs = pairs_of(p);
     const int64_t threads = std::min(team.num_threads, 1 + num_rows * p.num_inputs * p.num_outputs / kProductsPerThread);
     // With many rows a thread's share is of rows, else of outputs.
     const bool shares_rows = threads > 1 && num_rows >= threads * kRowsOfShare;
@@ -621,31 +626,30 @@ bool in_blocks(const Team& team, const Projection& p, const Projection* followin
         std::unique_ptr<Kernel> kernel = std::make_unique<Kernel>();
         alignas(64) float results[kBlockRows * kWide];
     };
-    const auto values_of = [](const Projection& of, int64_t pair) {
-        return static_cast<const Value*>(of.values) + 2 * pair * of.num_inputs / kInputsPerValue<Value> * kPanel;
+    const auto values_of = [](const Projection& of, int64_t panel) {
+        return static_cast<const char*>(of.values) + panel * panel_bytes(of);
     };
     // What a thread will likely read next: the next of its share, or the first of its share of what follows.
-    const auto after_item = [&](int64_t item) -> const Value* {
+    const auto after_item = [&](int64_t item) -> const char* {
         const int64_t share = ((item + 1) * threads - 1) / num_items;
-        if (item + 1 < (share + 1) * num_items / threads) return values_of(p, (item + 1) % num_parts * part);
+        if (item + 1 < (share + 1) * num_items / threads) return values_of(p, 2 * ((item + 1) % num_parts * part));
         if (!following) return nullptr;
         const int64_t size = pairs_of_part(*following, threads), count = (pairs_of(*following) + size - 1) / size;
-        return values_of(*following, shares_rows ? 0 : share * count / threads * size);
+        return values_of(*following, shares_rows ? 0 : 2 * (share * count / threads * size));
     };
     const auto compute_item = [&](Scratch& s, int64_t item) {
         const int64_t begin = item / num_parts * rows_per_pass, end = std::min(begin + rows_per_pass, num_rows);
         const int64_t first = item % num_parts * part, last = std::min(first + part, num_pairs);
         for (int64_t pair = first; pair < last; ++pair) {
             const Value* panels[2];
-            for (int i = 0; i < 2; ++i)
-                panels[i] = values_of(p, 0) + std::min(2 * pair + i, num_panels - 1) * (p.num_inputs / kInputsPerValue<Value>) * kPanel;
+            for (int i = 0; i < 2; ++i) panels[i] = reinterpret_cast<const Value*>(values_of(p, panel_of(p, pair, i)));
             const int64_t output = pair * kWide, num_outputs = std::min<int64_t>(kWide, p.num_outputs - output);
             for (int64_t row = begin; row < end; row += kBlockRows) {
                 const int64_t count = std::min(kBlockRows, end - row);
                 // While the last rows are computed, the next pair comes from memory.
-                const void* const next = pair + 1 < last ? values_of(p, pair + 1) : after_item(item);
+                const void* const next = pair + 1 < last ? values_of(p, 2 * (pair + 1)) : after_item(item);
                 const void* const ahead = row + count == end ? next : nullptr;
-                compute(*s.kernel, panels, row, count, s.results, ahead);
+                compute(*s.kernel, panels, pair, row, count, s.results, ahead);
                 if (p.bias)
                     for (int64_t r = 0; r < count; ++r)
                         for (int64_t i = 0; i < num_outputs; ++i) s.results[r * kWide + i] += p.bias[output + i];
@@ -662,7 +666,8 @@ bool multiply(const Team& team, const Projection& p, const T* inputs, int64_t nu
               const Projection* following = nullptr) {
     return in_blocks<Multiplier<T>, T>(
         team, p, following, num_rows,
-        [&](Multiplier<T>& kernel, const T* const* panels, int64_t row, int64_t count, float* results, const void* ahead) {
+        [&](Multiplier<T>& kernel, const T* const* panels, int64_t, int64_t row, int64_t count, float* results,
+            const void* ahead) {
             kernel(inputs + row * p.num_inputs, p.num_inputs, count, panels, p.num_inputs, results, ahead);
         },
         take);
@@ -674,11 +679,11 @@ bool multiply_int8(const Team& team, const Projection& p, const WholeRows& input
                    const Projection* following) {
     return in_blocks<WholeMultiplier, int8_t>(
         team, p, following, num_rows,
-        [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t row, int64_t count, float* results, const void* ahead) {
+        [&](WholeMultiplier& kernel, const int8_t* const* panels, int64_t pair, int64_t row, int64_t count, float* results,
+            const void* ahead) {
             kernel(inputs, row, count, panels, p.num_inputs, results, ahead);
-            const int64_t panel = (panels[0] - static_cast<const int8_t*>(p.values)) / (p.num_inputs * kPanel);
-            const int64_t num_outputs = std::min<int64_t>(kWide, (p.num_outputs + kPanel - 1) / kPanel * kPanel - panel * kPanel);
-            const float* const scales = static_cast<const float*>(p.scales) + panel * kPanel;
+            const int64_t num_outputs = std::min<int64_t>(kWide, (panels_of(p) - 2 * pair) * kPanel);
+            const float* const scales = static_cast<const float*>(p.scales) + pair * kWide;
             for (int64_t r = 0; r < count; ++r)
                 for (int64_t i = 0; i < num_outputs; ++i) results[r * kWide + i] *= scales[i] * inputs.scales[row + r];
         },
@@ -689,15 +694,14 @@ bool multiply_int8(const Team& team, const Projection& p, const WholeRows& input
 template <typename Take>
 bool multiply_int4(const Team& team, const Projection& p, const WholeRows& inputs, int64_t num_rows, Take take,
                    const Projection* following) {
-    const int64_t panel_size = p.num_inputs / 8 * kPanel;
     return in_blocks<GroupMultiplier, Nibbles>(
         team, p, following, num_rows,
-        [&](GroupMultiplier& kernel, const Nibbles* const* panels, int64_t row, int64_t count, float* results, const void* ahead) {
+        [&](GroupMultiplier& kernel, const Nibbles* const* panels, int64_t pair, int64_t row, int64_t count, float* results,
+            const void* ahead) {
+            const int64_t of_panel = p.num_inputs / kGroup * 2 * kPanel;
             const Float16* scales[2];
-            for (int i = 0; i < 2; ++i) {
-                const int64_t panel = (panels[i] - static_cast<const Nibbles*>(p.values)) / panel_size;
-                scales[i] = static_cast<const Float16*>(p.scales) + panel * (p.num_inputs / kGroup) * 2 * kPanel;
-            }
+            for (int i = 0; i < 2; ++i)
+                scales[i] = static_cast<const Float16*>(p.scales) + panel_of(p, pair, i) * of_panel;
             kernel(inputs, row, count, panels, scales, p.num_inputs, results, ahead);
             for (int64_t r = 0; r < count; ++r)
                 for (int i = 0; i < kWide; ++i) results[r * kWide + i] *= inputs.scales[row + r];
