@@ -91,8 +91,10 @@ def test_a_second_signal_stops_at_once(daemon) -> None:
         wait_until_draining(client)
         server.terminate()
         assert server.wait() == 130
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError, match="shutting down"):
             list(stream)
+    assert " not_ready: " in server.log()
+    assert " cancelled: " not in server.log()
 
 
 def test_a_signal_while_loading_stops_in_order(daemon) -> None:

@@ -41,7 +41,7 @@ async def read_into(ids: list[int], call) -> None:
 
 
 # G30
-async def test_a_reader_that_stalls_for_too_long_is_ended_and_told_why(serve, eventually) -> None:
+async def test_a_reader_that_stalls_for_too_long_is_ended_and_told_why(serve, eventually, caplog) -> None:
     async with serve(stall_timeout_seconds=0.5) as live, narrow_channel(live.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         whole = [token.id for token in (await stub.Generate(much())).outputs[0].tokens]
@@ -62,6 +62,13 @@ async def test_a_reader_that_stalls_for_too_long_is_ended_and_told_why(serve, ev
         assert 0 < len(ids) < len(whole)
         load = await live.client.load()
         assert (load.num_running, load.num_waiting, load.num_used_blocks) == (0, 0, 0)
+        outcomes = live.frontend.request_stats.outcomes()
+        assert (outcomes["reader_stalled"], outcomes["cancelled"]) == (1, 0)
+        assert any(
+            record.getMessage().startswith("request stalled reader_stalled:")
+            for record in caplog.records
+            if record.levelno == logging.WARNING
+        )
 
 
 async def test_a_reader_that_pauses_for_less_gets_all(serve, eventually) -> None:

@@ -152,6 +152,7 @@ type DrainRequest struct {
 	unknownFields protoimpl.UnknownFields
 
 	// Live requests that take longer are ended with UNAVAILABLE. Default: the server's --drain-seconds. Not negative.
+	// Of several calls, and SIGTERM, the first limit to pass counts: a later call can shorten the time, not lengthen it.
 	Timeout *durationpb.Duration `protobuf:"bytes,1,opt,name=timeout,proto3,oneof" json:"timeout,omitempty"`
 }
 

@@ -116,7 +116,8 @@ type ServerServiceClient interface {
 	// that was computed before is found again. For administrators.
 	ResetPrefixCache(ctx context.Context, in *ResetPrefixCacheRequest, opts ...grpc.CallOption) (*ResetPrefixCacheResponse, error)
 	// Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
-	// when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+	// when no live request is left. The server stays until it is stopped, and there is no way back: a call that is cut
+	// ends its waiting, not the drain, nor the limit that it set. For administrators.
 	Drain(ctx context.Context, in *DrainRequest, opts ...grpc.CallOption) (*DrainResponse, error)
 }
 
@@ -200,7 +201,8 @@ type ServerServiceServer interface {
 	// that was computed before is found again. For administrators.
 	ResetPrefixCache(context.Context, *ResetPrefixCacheRequest) (*ResetPrefixCacheResponse, error)
 	// Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
-	// when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+	// when no live request is left. The server stays until it is stopped, and there is no way back: a call that is cut
+	// ends its waiting, not the drain, nor the limit that it set. For administrators.
 	Drain(context.Context, *DrainRequest) (*DrainResponse, error)
 	mustEmbedUnimplementedServerServiceServer()
 }

@@ -93,7 +93,9 @@ class DrainRequest(google.protobuf.message.Message):
     TIMEOUT_FIELD_NUMBER: builtins.int
     @property
     def timeout(self) -> google.protobuf.duration_pb2.Duration:
-        """Live requests that take longer are ended with UNAVAILABLE. Default: the server's --drain-seconds. Not negative."""
+        """Live requests that take longer are ended with UNAVAILABLE. Default: the server's --drain-seconds. Not negative.
+        Of several calls, and SIGTERM, the first limit to pass counts: a later call can shorten the time, not lengthen it.
+        """
 
     def __init__(
         self,

@@ -187,7 +187,8 @@ class ServerServiceServicer(object):
 
     def Drain(self, request, context):
         """Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
-        when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+        when no live request is left. The server stays until it is stopped, and there is no way back: a call that is cut
+        ends its waiting, not the drain, nor the limit that it set. For administrators.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

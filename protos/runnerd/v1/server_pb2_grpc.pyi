@@ -260,7 +260,8 @@ class ServerServiceStub(typing.Generic[_ServerServiceGetServerInfoType, _ServerS
 
     Drain: _ServerServiceDrainType
     """Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
-    when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+    when no live request is left. The server stays until it is stopped, and there is no way back: a call that is cut
+    ends its waiting, not the drain, nor the limit that it set. For administrators.
     """
 
 ServerServiceAsyncStub: typing_extensions.TypeAlias = ServerServiceStub[
@@ -345,7 +346,8 @@ class ServerServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[runnerd.v1.server_pb2.DrainResponse, collections.abc.Awaitable[runnerd.v1.server_pb2.DrainResponse]]:
         """Prepares the server's end: from now on health is NOT_SERVING and generations are refused with UNAVAILABLE. Answers
-        when no live request is left. The server stays until it is stopped, and there is no way back. For administrators.
+        when no live request is left. The server stays until it is stopped, and there is no way back: a call that is cut
+        ends its waiting, not the drain, nor the limit that it set. For administrators.
         """
 
 def add_ServerServiceServicer_to_server(servicer: ServerServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -16,7 +16,7 @@ _POLL_SECONDS = 0.02
 
 _EPILOG = f"""\
 There is no way back: a drained server answers questions, and serves nothing until it is started anew. Interrupted or
-cut by --timeout, the command leaves a server that still drains, whose live requests have no limit of time any more.
+cut by --timeout, the command leaves a server that still drains, and ends its live requests when their time is over.
 
 examples:
   runnerd drain                        live requests have the server's --drain-seconds to finish
@@ -70,8 +70,8 @@ async def _drain(arguments: argparse.Namespace) -> bool:
             return await draining
         except DeadlineError as error:
             raise CallFailed(
-                f"the server did not say in {arguments.timeout:g} s that it is drained; it may still drain, "
-                "`runnerd info` tells (give a --timeout that is longer than --drain-seconds)",
+                f"the server did not say in {arguments.timeout:g} s that it is drained; it drains on, and ends live "
+                "requests when their time is over (give a --timeout that is longer than --drain-seconds)",
                 exit_codes.FAILURE,
             ) from error
         finally:

@@ -23,6 +23,7 @@ import msgspec
 from runnerd_service.config import ServerConfig
 from runnerd_service.engine.messages import EngineReady, Load, LoadProgress
 from runnerd_service.errors import EngineFailed, NotReady, Overloaded, RequestAborted, RunnerdError
+from runnerd_service.frontend.draining import Draining
 from runnerd_service.frontend.effort import Effort, effort_of, effort_of_prompt
 from runnerd_service.frontend.feed import OutputFeed
 from runnerd_service.frontend.live import LiveRequest, LiveRequests
@@ -81,6 +82,7 @@ class Frontend:
         self.request_stats = RequestStats()
         """How requests went; whoever calls :meth:`generate` tells it of their ends."""
         self._start_error = ""
+        self._draining = Draining(self._live, self._end_all, self._engine.retire)
 
     @property
     def state(self) -> ServerState:
@@ -299,31 +301,27 @@ class Frontend:
         logger.info("the prefix cache was reset: %d blocks held a prefix", num_blocks)
         return num_blocks
 
-    async def drain(self, timeout: float) -> bool:  # noqa: ASYNC109 # requests are ended, the wait is not cancelled
+    async def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for the live ones; give whether all ended by themselves.
 
+        A cancel ends the wait; the server drains on, and the limit holds.
+
         Args:
-            timeout: Seconds after which those still live are ended; their readers get NotReady.
+            seconds: After which those still live are ended; their readers get NotReady. Of several calls the first
+                limit to pass counts.
         """
-        if self.state in ("loading", "serving", "recovering"):
-            self._states.set("draining")
-        try:
-            async with asyncio.timeout(timeout):
-                await self._live.wait_until_none()
-        except TimeoutError:
-            logger.warning("%d requests did not end in %g seconds; they are ended", len(self._live), timeout)
-            self._fail_all(NotReady(_SHUTTING_DOWN))
-            completed = False
-        else:
-            completed = True
-        self._engine.retire()
-        return completed
+        self._refuse_new()
+        return await self._draining.wait(seconds)
+
+    def end_requests(self) -> None:
+        """Refuse new requests and end the live ones at once: their readers get NotReady."""
+        self._refuse_new()
+        self._end_all()
 
     async def close(self) -> None:
         """End all requests and the engine process. Harmless when closed already."""
-        if self.state in ("loading", "serving", "recovering"):
-            self._states.set("draining")
-        self._fail_all(NotReady(_SHUTTING_DOWN))
+        self.end_requests()
+        self._draining.close()
         await self._engine.close()
         self._template_threads.shutdown(wait=False, cancel_futures=True)
         self._guide_threads.shutdown(wait=False, cancel_futures=True)
@@ -395,6 +393,13 @@ class Frontend:
         if failed:
             self._forget(live.uids)
         return failed
+
+    def _refuse_new(self) -> None:
+        if self.state in ("loading", "serving", "recovering"):
+            self._states.set("draining")
+
+    def _end_all(self) -> None:
+        self._fail_all(NotReady(_SHUTTING_DOWN))
 
     def _fail_all(self, error: RunnerdError) -> None:
         for live in self._live:

@@ -21,6 +21,9 @@ from runnerd_service.telemetry.tracing import open_tracer
 
 logger = logging.getLogger(__name__)
 
+_GRACE_AT_ONCE_SECONDS = 0.25
+"""For the last words to readers when the server stops at once; it ends sooner when all are said."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ready:
@@ -96,7 +99,8 @@ async def serve(config: ServerConfig, hooks: Hooks, signals: Signals) -> bool:
             hooks.on_listening(server.addresses)
             return await _load_and_serve(config, frontend, server, hooks, signals)
     finally:
-        await server.stop(grace_seconds=1.0 if not signals.second.is_set() else 0.0)
+        frontend.end_requests()  # their readers are told why, which a cancel by the server's stop would not do
+        await server.stop(grace_seconds=1.0 if not signals.second.is_set() else _GRACE_AT_ONCE_SECONDS)
         await frontend.close()
         await asyncio.to_thread(tracer.close)
 

@@ -89,6 +89,10 @@ class HandlerInterceptor(grpc.aio.ServerInterceptor):
                             await context.write(message)
                         except grpc.aio.InternalError as error:  # gRPC's word for it, where it comes before the cancel
                             raise RequestAborted("the reader of the stream has left") from error
+                        except asyncio.CancelledError:
+                            if (stalled := limit.error) is not None:
+                                await messages.athrow(stalled)  # the handler notes why it ends, and raises it
+                            raise
                         limit.end()
             except (asyncio.CancelledError, Exception) as error:  # noqa: BLE001
                 await abort(method, error, context)

@@ -6,7 +6,7 @@ import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from runnerd_service.errors import InvalidRequest
+from runnerd_service.errors import InvalidRequest, ReaderStalled
 from runnerd_service.frontend.types import ChatPrompt, Event, Generation, OutputChunk, Started
 from runnerd_service.rpc.status import REASONS, reason_of
 from runnerd_service.telemetry.logs import printable, with_fields
@@ -25,6 +25,9 @@ DEADLINE_EXCEEDED = "deadline_exceeded"
 OUTCOMES = (FINISHED, CANCELLED, DEADLINE_EXCEEDED, *(reason.lower() for reason in REASONS))
 FINISH_REASONS = ("stop", "length", "time_limit", "guide")
 
+_STALLED = reason_of(ReaderStalled()).lower()
+_LEVELS = {_STALLED: logging.WARNING}
+"""Of what is told of a request, where that is not only for those who look: a network may be at fault."""
 _SLACK_SECONDS = 0.1
 """The caller's own clock ends a call first, by as long as the call took to get here."""
 _MAX_FIELDS_TOLD = 10
@@ -117,7 +120,8 @@ class RequestRecord:
     def _log(self) -> None:
         times, name = self.times, printable(self._request_id)
         seconds = (times.end_ns - times.arrival_ns) * 1e-9
-        logger.info(
+        logger.log(
+            _LEVELS.get(self.outcome, logging.INFO),
             "request %s%s %s%s: %d prompt tokens, %d output tokens, %.3f s",
             name,
             f" of {self._tenant}" if self._tenant else "",

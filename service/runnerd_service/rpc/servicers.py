@@ -242,4 +242,8 @@ class ServerServicer(server_pb2_grpc.ServerServiceServicer):
         if seconds < 0:
             raise InvalidRequest(FieldViolation("timeout", f"got {seconds:g} s, expected 0 or more"))
         logger.warning("draining by an administrator's call: live requests have %g s to finish", seconds)
-        return server_pb2.DrainResponse(completed=await self._frontend.drain(seconds))
+        try:
+            return server_pb2.DrainResponse(completed=await self._frontend.drain(seconds))
+        except asyncio.CancelledError:
+            logger.warning("the administrator's call has left; the drain goes on, and its %g s hold", seconds)
+            raise

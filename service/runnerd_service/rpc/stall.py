@@ -13,7 +13,7 @@ from runnerd_service.errors import ReaderStalled
 
 
 class StallLimit:
-    """Ends the block that it manages when a write in it takes too long.
+    """Cancels the block that it manages when a write in it takes too long.
 
     Args:
         seconds: How long a write may take; 0: for any time.
@@ -41,6 +41,15 @@ class StallLimit:
         """Note that it has ended."""
         self._writing_since = None
 
+    @property
+    def error(self) -> ReaderStalled | None:
+        """Why the block is cancelled; None when it is not this limit that cancels it."""
+        if not self._timeout.expired():
+            return None
+        return ReaderStalled(
+            f"the reader took nothing of the stream for {self._seconds:g} s; read on, or raise --stall-timeout"
+        )
+
     async def __aenter__(self) -> Self:
         await self._timeout.__aenter__()
         return self
@@ -53,9 +62,9 @@ class StallLimit:
         try:
             await self._timeout.__aexit__(kind, error, traceback)
         except TimeoutError:
-            raise ReaderStalled(
-                f"the reader took nothing of the stream for {self._seconds:g} s; read on, or raise --stall-timeout"
-            ) from None
+            stalled = self.error
+            assert stalled is not None
+            raise stalled from None
 
     def _look(self) -> None:
         """End the block, or look again when the present write, or the next one, may have taken too long."""
