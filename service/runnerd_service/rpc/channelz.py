@@ -6,6 +6,8 @@ import grpc
 
 from runnerd_service.errors import ConfigurationError
 
+NAME = "grpc.channelz.v1.Channelz"
+
 
 def add_channelz(server: grpc.aio.Server) -> None:
     """Serve ``grpc.channelz.v1.Channelz``; the server needs the option ``grpc.enable_channelz``.

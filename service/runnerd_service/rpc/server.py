@@ -20,9 +20,8 @@ from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.frontend import Frontend
-from runnerd_service.rpc import health
+from runnerd_service.rpc import channelz, health
 from runnerd_service.rpc.access import Access, AccessInterceptor
-from runnerd_service.rpc.channelz import add_channelz
 from runnerd_service.rpc.interceptor import HandlerInterceptor
 from runnerd_service.rpc.servicers import InferenceServicer, ModelServicer, ServerServicer
 from runnerd_service.rpc.tls import server_credentials
@@ -109,10 +108,12 @@ class RpcServer:
         server_pb2_grpc.add_ModelServiceServicer_to_server(ModelServicer(frontend), self._server)
         server_pb2_grpc.add_ServerServiceServicer_to_server(ServerServicer(frontend, config), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = [*SERVICE_NAMES, health.NAME]
         if config.channelz:
-            add_channelz(self._server)
+            channelz.add_channelz(self._server)
+            names.append(channelz.NAME)
         if config.security.reflection:
-            reflection.enable_server_reflection((*SERVICE_NAMES, health.NAME, reflection.SERVICE_NAME), self._server)
+            reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), self._server)
 
     @property
     def port(self) -> int:
