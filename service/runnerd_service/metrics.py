@@ -8,7 +8,7 @@ that vLLM has, too, goes by vLLM's name and labels, so that dashboards and gatew
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -35,6 +35,26 @@ class TenantFigures:
     """Of the requests that have ended."""
     generation_tokens: int = 0
     """Of the requests that have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadFigures:
+    """How files were read again. Counts are since the server's start, and of changes: not of each try."""
+
+    num_ok: int
+    num_failed: int
+    in_use: bool
+    """Whether what the files hold now is in use; False: it cannot be used, and what was read before stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class CredentialFigures:
+    """What the server knows callers by, and they it."""
+
+    certificate_expiry_seconds: float | None = None
+    """Unix time at which the certificate in use ends; None: no TLS, or it cannot be told."""
+    reloads: Mapping[str, ReloadFigures] = field(default_factory=dict)
+    """By file: "tls" and "tokens", as far as there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +103,7 @@ class MetricsSnapshot:
     """Seconds, by the names of :data:`~runnerd_service.telemetry.requests.LATENCIES`."""
     sizes: Mapping[str, HistogramSnapshot]
     """Counts, by the names of :data:`~runnerd_service.telemetry.requests.SIZES`."""
+    credentials: CredentialFigures = CredentialFigures()
 
     @property
     def device_busy_ratio(self) -> float:
@@ -109,6 +130,7 @@ class SnapshotCollector(Collector):
         yield from _own_gauges(now)
         yield from _own_counters(now)
         yield from _tenant_metrics(now.tenants)
+        yield from _credential_metrics(now.credentials)
 
 
 def metrics_route(read: Callable[[], MetricsSnapshot]) -> Route:
@@ -214,6 +236,25 @@ def _tenant_metrics(tenants: Mapping[str, TenantFigures]) -> Iterator[Metric]:
         for tenant, figures in tenants.items():
             family.add_metric([tenant], getattr(figures, attribute))
         yield family
+
+
+def _credential_metrics(credentials: CredentialFigures) -> Iterator[Metric]:
+    if credentials.certificate_expiry_seconds is not None:
+        text = "End of the validity of the certificate in use, Unix time."
+        name = "runnerd_tls_certificate_expiry_timestamp_seconds"
+        yield GaugeMetricFamily(name, text, credentials.certificate_expiry_seconds)
+    if not credentials.reloads:
+        return
+    text = "Changes of files that were read again, by how that went."
+    reloads = CounterMetricFamily("runnerd_credentials_reloads", text, labels=["file", "result"])
+    text = "1 when what the file holds now is in use, 0 when it cannot be used."
+    successful = GaugeMetricFamily("runnerd_credentials_last_reload_successful", text, labels=["file"])
+    for file, figures in credentials.reloads.items():
+        reloads.add_metric([file, "ok"], figures.num_ok)
+        reloads.add_metric([file, "failed"], figures.num_failed)
+        successful.add_metric([file], figures.in_use)
+    yield reloads
+    yield successful
 
 
 def _by_label(name: str, text: str, label: str, values: Mapping[str, float]) -> CounterMetricFamily:

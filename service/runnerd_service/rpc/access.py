@@ -12,7 +12,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import grpc
@@ -21,7 +20,7 @@ from runnerd_service.config import SecurityConfig
 from runnerd_service.errors import FieldViolation, InvalidRequest, PermissionDenied, RunnerdError, Unauthenticated
 from runnerd_service.rpc.interceptor import abort
 from runnerd_service.security.reloading import Reloading
-from runnerd_service.security.tokens import ANY_TENANT, NAME_RULE, Token, TokenTable, is_name, load_tokens
+from runnerd_service.security.tokens import ANY_TENANT, NAME_RULE, Token, TokenTable, is_name
 
 logger = logging.getLogger(__name__)
 
@@ -71,17 +70,12 @@ class Access:
 
     Args:
         config: What callers have to bring.
-
-    Raises:
-        ConfigurationError: The file of tokens cannot be used.
+        tokens: Those that are known; None: none is asked for.
     """
 
-    def __init__(self, config: SecurityConfig) -> None:
+    def __init__(self, config: SecurityConfig, tokens: Reloading[TokenTable] | None) -> None:
         self._config = config
-        self._tokens: Reloading[TokenTable] | None = None
-        if config.auth_tokens is not None:
-            path = Path(config.auth_tokens)
-            self._tokens = Reloading(f"the file of tokens {path}", [path], lambda: load_tokens(path))
+        self._tokens = tokens
 
     def token(self, metadata: _Metadata) -> Token | None:
         """Give the token that the metadata holds; None where none is asked for.

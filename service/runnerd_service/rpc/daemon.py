@@ -95,7 +95,7 @@ async def serve(config: ServerConfig, hooks: Hooks, signals: Signals) -> bool:
     server = RpcServer(config, frontend, tracer)
     try:
         await server.start()
-        async with web_server(config, frontend):
+        async with web_server(config, frontend, server):
             hooks.on_listening(server.addresses)
             return await _load_and_serve(config, frontend, server, hooks, signals)
     finally:

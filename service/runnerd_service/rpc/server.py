@@ -20,12 +20,14 @@ from runnerd.v1 import inference_pb2, inference_pb2_grpc, server_pb2, server_pb2
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.frontend.frontend import Frontend
+from runnerd_service.metrics import CredentialFigures
 from runnerd_service.rpc import channelz, health
 from runnerd_service.rpc.access import Access, AccessInterceptor
 from runnerd_service.rpc.interceptor import HandlerInterceptor
 from runnerd_service.rpc.servicers import InferenceServicer, ModelServicer, ServerServicer
 from runnerd_service.rpc.tls import server_credentials
-from runnerd_service.security.exposure import check_tenants, exposure_warnings
+from runnerd_service.security.credentials import Credentials
+from runnerd_service.security.exposure import check_metrics, check_tenants, exposure_warnings
 from runnerd_service.telemetry.tracing import NoTracer, RequestTracer
 
 logger = logging.getLogger(__name__)
@@ -90,18 +92,19 @@ class RpcServer:
 
     def __init__(self, config: ServerConfig, frontend: Frontend, tracer: RequestTracer | None = None) -> None:
         check_tenants(config)
+        check_metrics(config)
         self._config = config
         self._frontend = frontend
+        self._credentials = Credentials(config.security)
         interceptors = [
-            AccessInterceptor(Access(config.security)),
+            AccessInterceptor(Access(config.security, self._credentials.tokens)),
             HandlerInterceptor(config.max_message_bytes, config.stall_timeout_seconds),
         ]
         self._server = grpc.aio.server(interceptors=interceptors, options=server_options(config))
-        self._credentials = server_credentials(config.security)
         self._health = health.HealthServicer(SERVICE_NAMES)
         self._port = config.port
         self._socket_path: Path | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         inference_pb2_grpc.add_InferenceServiceServicer_to_server(
             InferenceServicer(frontend, tracer or NoTracer()), self._server
         )
@@ -126,6 +129,10 @@ class RpcServer:
         tcp = f"{_bracketed(self._config.host)}:{self._port}"
         return (tcp,) if self._socket_path is None else (tcp, _unix_address(self._socket_path))
 
+    def credential_figures(self) -> CredentialFigures:
+        """Give what metrics tell of certificates and tokens; may be called from any thread."""
+        return self._credentials.figures()
+
     async def start(self) -> None:
         """Listen and answer.
 
@@ -134,16 +141,20 @@ class RpcServer:
         """
         for warning in exposure_warnings(self._config):
             logger.warning("%s", warning)
+        await asyncio.to_thread(self._credentials.look)
         self._port = self._bind_tcp(self._config.host, self._config.port)
         if self._config.unix_socket is not None:
             self._bind_unix(Path(self._config.unix_socket))
         await self._server.start()
-        self._following = asyncio.create_task(self._follow_state(), name="health follows the front end")
+        self._tasks = [
+            asyncio.create_task(self._follow_state(), name="health follows the front end"),
+            asyncio.create_task(self._credentials.watch(), name="credentials follow their files"),
+        ]
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
         """Stop listening; calls that have not ended after ``grace_seconds`` are cancelled. Idempotent."""
-        if self._following is not None:
-            self._following.cancel()
+        for task in self._tasks:
+            task.cancel()
         self._health.set_serving(False)
         self._health.close()  # an open Watch would hold up the stop for the whole grace
         await self._server.stop(grace_seconds)
@@ -160,9 +171,9 @@ class RpcServer:
         _check_tcp(host, port, remedy)
         try:
             address = f"{_bracketed(host)}:{port}"
-            if self._credentials is None:
+            if self._credentials.certificates is None:
                 return self._server.add_insecure_port(address)
-            return self._server.add_secure_port(address, self._credentials)
+            return self._server.add_secure_port(address, server_credentials(self._credentials.certificates))
         except RuntimeError as error:
             raise ConfigurationError(remedy % error) from error
 

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import grpc
 
-from runnerd_service.config import SecurityConfig
-from runnerd_service.security.certificates import Certificates, certificate_paths, load_certificates
+from runnerd_service.security.certificates import Certificates
 from runnerd_service.security.reloading import Reloading
 
 
-def server_credentials(config: SecurityConfig) -> grpc.ServerCredentials | None:
-    """Give the credentials of the port; None without TLS.
+def server_credentials(files: Reloading[Certificates]) -> grpc.ServerCredentials:
+    """Give the credentials of the port.
 
     gRPC asks for the certificates before each handshake, in a thread of its own: connections made after an exchange
     have the new ones, those that stand keep what they have.
 
-    Raises:
-        ConfigurationError: The files cannot be used.
+    Args:
+        files: What the port shows, and asks of clients.
     """
-    paths = certificate_paths(config)
-    if not paths:
-        return None
-    files = Reloading("the certificates of TLS", paths, lambda: load_certificates(config))
+    first = files.get()
     return grpc.dynamic_ssl_server_credentials(
-        _configuration(files.get()),
+        _configuration(first),
         lambda: _configuration(files.get()),
-        require_client_authentication=config.tls_client_ca is not None,
+        require_client_authentication=first.client_roots is not None,
     )
 
 

@@ -8,13 +8,14 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http import HTTPStatus
 from importlib.metadata import version
 
 from runnerd_service.config import ServerConfig
 from runnerd_service.frontend.frontend import Frontend
-from runnerd_service.metrics import metrics_route
+from runnerd_service.metrics import MetricsSnapshot, metrics_route
+from runnerd_service.rpc.server import RpcServer
 from runnerd_service.telemetry.status import StatusData, status_page
 from runnerd_service.telemetry.web import Answer, Route, WebServer
 
@@ -25,7 +26,7 @@ _ALIVE_SECONDS = 4.0
 
 
 @asynccontextmanager
-async def web_server(config: ServerConfig, frontend: Frontend) -> AsyncIterator[WebServer | None]:
+async def web_server(config: ServerConfig, frontend: Frontend, server: RpcServer) -> AsyncIterator[WebServer | None]:
     """Serve metrics, probes and status page meanwhile, if they are asked for.
 
     Raises:
@@ -34,21 +35,26 @@ async def web_server(config: ServerConfig, frontend: Frontend) -> AsyncIterator[
     if config.metrics_port is None:
         yield None
         return
-    routes = _routes(config, frontend, asyncio.get_running_loop())
+    routes = _routes(config, frontend, server, asyncio.get_running_loop())
     # A thread: the host's name may have to be looked up.
-    server = await asyncio.to_thread(WebServer, config.metrics_host or config.host, config.metrics_port, routes)
-    logger.info("metrics on %s/metrics", server.url)
+    web = await asyncio.to_thread(WebServer, config.metrics_host or config.host, config.metrics_port, routes)
+    logger.info("metrics on %s/metrics", web.url)
     if config.status_page:
-        logger.info("status page on %s/", server.url)
+        logger.info("status page on %s/", web.url)
     try:
-        yield server
+        yield web
     finally:
-        await asyncio.to_thread(server.close)
+        await asyncio.to_thread(web.close)
 
 
-def _routes(config: ServerConfig, frontend: Frontend, loop: asyncio.AbstractEventLoop) -> Mapping[str, Route]:
+def _routes(
+    config: ServerConfig, frontend: Frontend, server: RpcServer, loop: asyncio.AbstractEventLoop
+) -> Mapping[str, Route]:
+    def read() -> MetricsSnapshot:
+        return replace(frontend.metrics(), credentials=server.credential_figures())
+
     routes: dict[str, Route] = {
-        "/metrics": metrics_route(frontend.metrics),
+        "/metrics": metrics_route(read),
         "/livez": lambda: _probe(_turns(loop), "the event loop turns", "the event loop stands still"),
         "/readyz": lambda: _probe(frontend.state == "serving", "serving", frontend.state),
     }
@@ -63,7 +69,7 @@ def _routes(config: ServerConfig, frontend: Frontend, loop: asyncio.AbstractEven
             "state": frontend.state,
             "device": "" if ready is None else ready.device,
             "uptime_seconds": time.monotonic() - started,
-            **asdict(frontend.metrics()),
+            **asdict(read()),
         }
 
     return {"/": status_page, "/status.json": StatusData(figures, frontend.recent_steps, loop).answer, **routes}

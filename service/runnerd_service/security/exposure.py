@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from ipaddress import ip_address
 
 from runnerd_service.config import ServerConfig, TenantConfig
@@ -30,23 +31,44 @@ def check_tenants(config: ServerConfig) -> None:
         )
 
 
+def check_metrics(config: ServerConfig) -> None:
+    """Check that an address of the metrics has a port.
+
+    Raises:
+        ConfigurationError: It has none, so that nothing would listen there.
+    """
+    if config.metrics_host is not None and config.metrics_port is None:
+        raise ConfigurationError(
+            f"--metrics-host {config.metrics_host} serves nothing without a port; give --metrics-port, too (0 takes a "
+            "free one), or leave out --metrics-host"
+        )
+
+
 def exposure_warnings(config: ServerConfig) -> tuple[str, ...]:
     """Give what to warn of: nothing on loopback."""
+    return (*_warnings_of_calls(config), *_warnings_of_metrics(config))
+
+
+def _warnings_of_calls(config: ServerConfig) -> Iterator[str]:
     if is_loopback(config.host):
-        return ()
+        return
     security = config.security
     encrypted, checks_tokens = security.tls_cert is not None, security.auth_tokens is not None
     authenticates = checks_tokens or security.tls_client_ca is not None
-    reached = f"whoever reaches {config.host}"
-    found = []
     if not authenticates:
-        found.append(
-            f"{reached} may use this server and its administration; set --auth-tokens or --tls-client-ca, or --host "
-            "127.0.0.1"
+        yield (
+            f"whoever reaches {config.host} may use this server and its administration; set --auth-tokens or "
+            "--tls-client-ca, or --host 127.0.0.1"
         )
     if not encrypted:
         what = "prompts, answers and tokens" if checks_tokens else "prompts and answers"
-        found.append(f"{what} cross the network in the clear; set --tls-cert and --tls-key, or see that a proxy does")
-    if config.metrics_port is not None:
-        found.append(f"{reached} may read the metrics: they need neither token nor certificate")
-    return tuple(found)
+        yield f"{what} cross the network in the clear; set --tls-cert and --tls-key, or see that a proxy does"
+
+
+def _warnings_of_metrics(config: ServerConfig) -> Iterator[str]:
+    host = config.metrics_host or config.host
+    if config.metrics_port is not None and not is_loopback(host):
+        yield (
+            f"whoever reaches {host} may read the metrics: they need neither token nor certificate; set --metrics-host "
+            "to an address that only those who may know reach"
+        )

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from runnerd_service.errors import ConfigurationError
+from runnerd_service.metrics import ReloadFigures
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
 LOOK_SECONDS = 1.0
-"""A change is seen by the first use that comes so long after the last look."""
+"""How often files are looked at."""
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -26,51 +26,57 @@ class Reloading(Generic[_T]):
     Args:
         what: Names them in the log.
         paths: The files; a change of any is a reason to read all. Links are followed.
-        load: Reads them; raises ConfigurationError when they cannot be used.
-        look_seconds: How often the files are looked at, at most.
+        load: Reads them; raises ConfigurationError, which names the file, when they cannot be used.
 
     Raises:
         ConfigurationError: The first load failed.
     """
 
-    def __init__(
-        self, what: str, paths: Sequence[Path], load: Callable[[], _T], look_seconds: float = LOOK_SECONDS
-    ) -> None:
+    def __init__(self, what: str, paths: Sequence[Path], load: Callable[[], _T]) -> None:
         self._what = what
         self._paths = tuple(paths)
         self._load = load
-        self._look_seconds = look_seconds
         self._lock = threading.Lock()
         # Before the load: a change in between is then seen.
         self._stamp = self._stamped()
         self._refused: _Stamp | None = None
-        """Files as they were when they last could not be used; told once."""
+        """Files as they are, when they cannot be used; told and counted once."""
+        self._num_ok = 0
+        self._num_failed = 0
         self._value = load()
-        self._next_look = time.monotonic() + look_seconds
 
     def get(self) -> _T:
-        """Give what the files hold, or held when they last could be used."""
-        with self._lock:
-            now = time.monotonic()
-            if now >= self._next_look:
-                self._next_look = now + self._look_seconds
-                self._look()
-            return self._value
+        """Give what the files hold, or held when they last could be used, as of the last look. Waits for nothing."""
+        return self._value
 
-    def _look(self) -> None:
-        stamp = self._stamped()
-        if stamp == self._stamp:
-            return
-        try:
-            self._value = self._load()
-        except ConfigurationError as error:
-            # Tried again at each look: half of an exchange may be what was seen.
-            if stamp != self._refused:
-                logger.error("%s: %s; what was read before stays", self._what, error)  # noqa: TRY400 # it says all
-            self._refused = stamp
-        else:
-            self._stamp, self._refused = stamp, None
-            logger.info("%s: read again", self._what)
+    def look(self) -> None:
+        """Read the files if they have changed since they were read."""
+        with self._lock:
+            stamp = self._stamped()
+            if stamp == self._stamp:
+                self._put_back()
+                return
+            try:
+                self._value = self._load()
+            except ConfigurationError as error:
+                # Tried again at each look: half of an exchange may be what was seen.
+                if stamp != self._refused:
+                    self._num_failed += 1
+                    logger.error("%s; what was read before stays", error)  # noqa: TRY400 # it says all
+                self._refused = stamp
+            else:
+                self._stamp, self._refused = stamp, None
+                self._num_ok += 1
+                logger.info("%s: read again", self._what)
+
+    def figures(self) -> ReloadFigures:
+        """Give how reading again went."""
+        return ReloadFigures(self._num_ok, self._num_failed, in_use=self._refused is None)
+
+    def _put_back(self) -> None:
+        if self._refused is not None:
+            self._refused = None
+            logger.info("%s: as they were when they were read last", self._what)
 
     def _stamped(self) -> _Stamp:
         return tuple(map(_stamp_of, self._paths))
@@ -84,8 +90,13 @@ def _stamp_of(path: Path) -> tuple[int, int, int]:
     return (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-def read_bytes(path: Path, what: str) -> bytes:
+def read_bytes(path: Path, what: str, flag: str) -> bytes:
     """Give the content of a file.
+
+    Args:
+        path: Of the file.
+        what: Names its content in the error.
+        flag: The flag that names the file.
 
     Raises:
         ConfigurationError: It cannot be read.
@@ -93,4 +104,7 @@ def read_bytes(path: Path, what: str) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"cannot read {what} {path}: {error.strerror or error}") from error
+        raise ConfigurationError(
+            f"cannot read {what} {path}: {error.strerror or error}; give {flag} the path of a file that this process "
+            "may read"
+        ) from error

@@ -30,6 +30,8 @@ MIN_TOKEN_CHARACTERS = 16
 MAX_TENANT_CHARACTERS = 64
 _NAME = re.compile(rf"[A-Za-z0-9._:/@-]{{1,{MAX_TENANT_CHARACTERS}}}")
 NAME_RULE = f"1 to {MAX_TENANT_CHARACTERS} letters, digits or . _ : / @ -"
+_FLAG = "--auth-tokens"
+_EXPECTED = "a TOML file of [[tokens]], each with name and sha256"
 _KEYS = frozenset({"name", "token", "sha256", "tenant", "role"})
 
 
@@ -77,26 +79,34 @@ def load_tokens(path: Path) -> TokenTable:
     """Read a file of tokens.
 
     Raises:
-        ConfigurationError: It cannot be read, or is wrong; the message holds no token.
+        ConfigurationError: It cannot be read, or is wrong; the message names file and flag, and holds no token.
     """
+    label = f"the file of tokens {path}"
     try:
-        content = tomllib.loads(read_bytes(path, "the file of tokens").decode())
+        content = tomllib.loads(read_bytes(path, "the file of tokens", _FLAG).decode())
     except UnicodeDecodeError as error:
-        raise ConfigurationError(f"the file of tokens {path} is not UTF-8") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigurationError(f"the file of tokens {path} is not TOML: {error}") from error
+        raise ConfigurationError(f"{label} is not UTF-8; give {_FLAG} {_EXPECTED}") from error
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigurationError(f"{label} is not TOML: {error}; give {_FLAG} {_EXPECTED}") from error
+    try:
+        return _table(content)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{label} of {_FLAG}: {error}") from error
+
+
+def _table(content: Mapping[str, object]) -> TokenTable:
     if unknown := sorted(content.keys() - {"tokens"}):
-        raise ConfigurationError(f"{path}: {unknown[0]} is not known; expected [[tokens]] alone")
+        raise ConfigurationError(f"{unknown[0]} is not known; expected [[tokens]] alone")
     entries = content.get("tokens")
     if not isinstance(entries, list) or not entries:
-        raise ConfigurationError(f"{path} has no token; add a [[tokens]] with name and sha256, or leave out the file")
-    tokens = tuple(_token(f"{path}: tokens[{index}]", entry) for index, entry in enumerate(entries))
+        raise ConfigurationError("it has no token; add a [[tokens]] with name and sha256, or leave out the file")
+    tokens = tuple(_token(f"tokens[{index}]", entry) for index, entry in enumerate(entries))
     for attribute in ("name", "digest"):
         values = [getattr(token, attribute) for token in tokens]
         repeated = [token.name for token in tokens if values.count(getattr(token, attribute)) > 1]
         if repeated:
             what = "name" if attribute == "name" else "token"
-            raise ConfigurationError(f"{path}: {' and '.join(repeated)} have the same {what}; give each its own")
+            raise ConfigurationError(f"{' and '.join(repeated)} have the same {what}; give each its own")
     return TokenTable(tokens)
 
 
