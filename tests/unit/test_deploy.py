@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import yaml
 
-from runnerd.v1 import inference_pb2
 from runnerd_service.cli import exit_codes
 from runnerd_service.cli.main import build_parser
 from runnerd_service.cli.serve import _flags
@@ -20,7 +19,8 @@ from runnerd_service.cli.settings import SETTINGS, Settings, load_settings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = DEPLOY / "systemd" / "runnerd.service"
-ACCELERATOR = DEPLOY / "systemd" / "accelerator.conf"
+SYSUSERS = DEPLOY / "systemd" / "runnerd.sysusers"
+DROP_INS = ("accelerator.conf", "credentials.conf")
 TOML = DEPLOY / "systemd" / "runnerd.toml"
 KUBERNETES = DEPLOY / "kubernetes" / "runnerd.yaml"
 CONTAINERFILE = DEPLOY / "Containerfile"
@@ -43,11 +43,16 @@ def pod() -> dict[str, Any]:
     return objects()["Deployment"]["spec"]["template"]["spec"]
 
 
-def unit_settings() -> dict[str, list[str]]:
+def unit_settings(path: Path = UNIT) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for name, value in re.findall(r"^(\w+)=(.*)$", UNIT.read_text(), re.MULTILINE):
+    for name, value in re.findall(r"^(\w+)=(.*)$", path.read_text(), re.MULTILINE):
         found.setdefault(name, []).append(value)
     return found
+
+
+def secure_toml() -> str:
+    """Give the file of settings with the marks off its last lines."""
+    return re.sub(r"^# (?=[a-z-]+ = )", "", TOML.read_text(), flags=re.MULTILINE)
 
 
 def test_the_pod_s_arguments_are_accepted_and_meet_its_ports_and_probes(pod) -> None:
@@ -57,11 +62,26 @@ def test_the_pod_s_arguments_are_accepted_and_meet_its_ports_and_probes(pod) -> 
     assert ports == {"grpc": settings.config.port, "metrics": settings.config.metrics_port}
     assert settings.config.host == "0.0.0.0"
     readiness, liveness = container["readinessProbe"], container["livenessProbe"]
-    assert readiness["grpc"]["port"] == settings.config.port
-    services = [one.full_name for one in inference_pb2.DESCRIPTOR.services_by_name.values()]
-    assert readiness["grpc"]["service"] in services
+    # the kubelet's gRPC probes speak no TLS
+    assert (readiness["httpGet"]["port"], readiness["httpGet"]["path"]) == ("metrics", "/readyz")
     assert (liveness["httpGet"]["port"], liveness["httpGet"]["path"]) == ("metrics", "/livez")
     assert not pod["enableServiceLinks"]  # or RUNNERD_PORT would be tcp://…, which is no port
+
+
+def test_the_pod_speaks_tls_and_asks_for_tokens_of_its_secrets(pod) -> None:
+    (container,) = pod["containers"]
+    security = settings_of(container["args"]).config.security
+    assert security.authenticates
+    mounts = {mount["mountPath"]: mount for mount in container["volumeMounts"]}
+    secrets = {one["name"]: one["secret"]["secretName"] for one in pod["volumes"] if "secret" in one}
+    for path, secret in (
+        (security.tls_cert, "runnerd-tls"),
+        (security.tls_key, "runnerd-tls"),
+        (security.auth_tokens, "runnerd-tokens"),
+    ):
+        mount = mounts[str(Path(path).parent)]
+        assert secrets[mount["name"]] == secret
+        assert "subPath" not in mount  # or an exchanged secret would not come to the pod
 
 
 def test_the_pod_is_given_time_to_drain(pod) -> None:
@@ -83,17 +103,22 @@ def test_the_pod_has_no_more_rights_than_it_needs(pod) -> None:
 
 def test_service_and_budget_select_the_pods() -> None:
     found = objects()
-    assert set(found) == {"Deployment", "Service", "PodDisruptionBudget"}
+    assert set(found) == {"Deployment", "Service", "PodDisruptionBudget", "NetworkPolicy"}
     deployment, service = found["Deployment"], found["Service"]
     labels = deployment["spec"]["template"]["metadata"]["labels"]
     selectors = (
         deployment["spec"]["selector"]["matchLabels"],
         service["spec"]["selector"],
         found["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"],
+        found["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"],
     )
     assert all(selector.items() <= labels.items() for selector in selectors)
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    assert {port["targetPort"] for port in service["spec"]["ports"]} <= {port["name"] for port in container["ports"]}
+    ports = {port["name"] for port in container["ports"]}
+    assert {port["targetPort"] for port in service["spec"]["ports"]} <= ports
+    rules = found["NetworkPolicy"]["spec"]["ingress"]
+    assert {port["port"] for rule in rules for port in rule["ports"]} == ports
+    assert all(rule["from"] for rule in rules)  # an empty list would let in everybody
 
 
 def test_the_unit_s_command_and_its_file_are_accepted(tmp_path: Path) -> None:
@@ -103,6 +128,49 @@ def test_the_unit_s_command_and_its_file_are_accepted(tmp_path: Path) -> None:
     settings = settings_of(arguments)
     assert settings.log_format == "json"
     assert settings.config.metrics_port
+
+
+def test_the_unit_s_user_its_socket_and_its_secrets_go_together(tmp_path: Path) -> None:
+    unit = unit_settings()
+    (user,) = re.findall(r"^u (\S+) ", SYSUSERS.read_text(), re.MULTILINE)
+    assert (unit["User"], unit["Group"]) == ([user], [user])
+    assert "DynamicUser" not in unit
+    file = tmp_path / "runnerd.toml"
+    file.write_text(secure_toml())
+    config = settings_of(["serve", "--config", str(file)]).config
+    assert config.unix_socket is not None
+    (folder,) = unit["RuntimeDirectory"]
+    assert Path(config.unix_socket).parent == Path("/run", folder)
+    paths = {config.security.tls_cert, config.security.tls_key, config.security.auth_tokens}
+    (folder,) = unit["ConfigurationDirectory"]
+    assert {Path(one).parent for one in paths} == {Path("/etc", folder)}
+
+
+def test_systemd_s_copies_of_the_secrets_go_before_the_files(tmp_path: Path) -> None:
+    drop_in = unit_settings(DEPLOY / "systemd" / "credentials.conf")
+    credentials = dict(one.split(":") for one in drop_in["LoadCredential"])
+    environment = dict(one.replace("%d", "/run/credentials").split("=") for one in drop_in["Environment"])
+    file = tmp_path / "runnerd.toml"
+    file.write_text(secure_toml())
+    of_file, copies = (
+        load_settings(flags={}, runner_options={}, environment=one, file=file).config.security
+        for one in ({}, environment)
+    )
+    for name in ("tls_cert", "tls_key", "auth_tokens"):
+        copy = Path(getattr(copies, name))
+        assert copy.parent == Path("/run/credentials")
+        assert credentials.pop(copy.name) == getattr(of_file, name)
+    assert credentials == {}
+
+
+def test_systemd_makes_the_unit_s_user(tmp_path: Path) -> None:
+    program = shutil.which("systemd-sysusers")
+    if program is None:
+        pytest.skip("needs systemd-sysusers")
+    (tmp_path / "etc").mkdir()
+    subprocess.run([program, f"--root={tmp_path}", str(SYSUSERS)], capture_output=True, check=True, timeout=60)
+    for file in ("passwd", "group"):
+        assert re.search(r"^runnerd:", (tmp_path / "etc" / file).read_text(), re.MULTILINE)
 
 
 def test_the_unit_is_given_time_to_drain() -> None:
@@ -125,10 +193,10 @@ def test_systemd_finds_no_fault_in_the_unit(tmp_path: Path) -> None:
     program = shutil.which("runnerd", path=str(Path(sys.executable).parent))
     assert program is not None
     (tmp_path / "runnerd.service").write_text(UNIT.read_text().replace("/opt/runnerd/bin/runnerd", program))
-    for drop_in in ((), ("accelerator.conf",)):
-        for name in drop_in:
-            (tmp_path / "runnerd.service.d").mkdir()
-            shutil.copy(ACCELERATOR, tmp_path / "runnerd.service.d" / name)
+    (tmp_path / "runnerd.service.d").mkdir()
+    for drop_in in (None, *DROP_INS):
+        if drop_in is not None:
+            shutil.copy(DEPLOY / "systemd" / drop_in, tmp_path / "runnerd.service.d" / drop_in)
         ended = subprocess.run(
             [analyze, "verify", "--man=no", str(tmp_path / "runnerd.service")],
             capture_output=True,
@@ -197,6 +265,15 @@ def test_flags_that_the_docs_name_exist(page: str) -> None:
         "--now",
         "--rm",
         "--step-seconds",
+        "--cert",
+        "--key",
+        "--from-file",
+        "--dry-run",
+        "--deploy-hook",
+        "--address",
+        "--tls-ca",
+        "--tls-server-name",
+        "--token-file",
     }  # of other commands
     for flag in set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)) - others:
         assert flag in known, f"{flag} in {page}"
