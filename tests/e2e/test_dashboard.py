@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -22,7 +23,8 @@ ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\s*(?:\{([^}]*)\})?")
 MATCHER = re.compile(r'(\w+)\s*(?:=~|!~|!=|=)\s*"[^"]*"')
 GROUPING = re.compile(r"\b(?:by|ignoring|on|without)\s*\(([^)]*)\)")
-WORDS = {"sum", "avg", "max", "rate", "increase", "histogram_quantile", "by", "ignoring", "group_left", "and", "or"}
+WORDS = {"sum", "avg", "min", "max", "rate", "increase", "histogram_quantile", "time"}
+WORDS |= {"by", "ignoring", "group_left", "and", "or"}
 FROM_PROMETHEUS = {"instance", "job"}
 """Labels that the scraper adds."""
 
@@ -41,11 +43,16 @@ def told_by(daemon) -> dict[str, dict[str, set[str]]]:
 
 
 @pytest.fixture(scope="module")
-def told(module_daemon) -> dict[str, dict[str, set[str]]]:
-    daemon = module_daemon("--metrics-port", "0", "--tenant-metadata", "x-tenant")
+def told(module_daemon, tmp_path_factory) -> dict[str, dict[str, set[str]]]:
+    authority, folder = trustme.CA(key_type=trustme.KeyType.ECDSA), tmp_path_factory.mktemp("tls")
+    pem = folder / "server.pem"
+    authority.issue_cert("127.0.0.1", key_type=trustme.KeyType.ECDSA).private_key_and_cert_chain_pem.write_to_path(pem)
+    tls = ("--tls-cert", str(pem), "--tls-key", str(pem))
+    daemon = module_daemon("--metrics-port", "0", "--tenant-metadata", "x-tenant", *tls)
     request = generation_pb2.GenerateRequest(text="hi")
     request.stopping.max_tokens = 3
-    with grpc.insecure_channel(daemon.wait_until_ready()) as channel:
+    credentials = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
+    with grpc.secure_channel(daemon.wait_until_ready(), credentials) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         stub.Generate(request, metadata=(("x-tenant", "someone"),), timeout=30)
     return told_by(daemon)
