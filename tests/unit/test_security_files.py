@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from runnerd_service.security.credentials import Credentials
 from runnerd_service.security.exposure import check_metrics, check_tenants, exposure_warnings
 from runnerd_service.security.reloading import Reloading, read_bytes
 from runnerd_service.security.tokens import load_tokens
-from runnerd_service.security.validity import SOON, Validity, validity_of, validity_problem
+from runnerd_service.security.validity import SOON, Validity, validity_problem
 
 SECRET = "a-secret-of-many-characters"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
@@ -272,8 +273,19 @@ def test_time_alone_makes_a_certificate_worth_a_warning() -> None:
     assert "cannot be read" in validity_problem(None, begins)
 
 
-def test_what_is_no_certificate_to_the_library_has_no_end_to_tell() -> None:
-    assert validity_of(b"-----BEGIN CERTIFICATE-----\nMAA=\n-----END CERTIFICATE-----\n") is None
+def test_a_certificate_that_openssl_alone_reads_is_served_and_its_end_is_said_to_be_unknown(tmp_path, caplog) -> None:
+    config = issued(tmp_path, "a")
+    path = Path(config.tls_cert)
+    der = ssl.PEM_cert_to_DER_cert(path.read_text())
+    path.write_text(
+        ssl.DER_cert_to_PEM_cert(der.replace(b"\xa0\x03\x02\x01\x02", b"\xa0\x03\x02\x01\x54", 1))
+    )  # its version
+    credentials = Credentials(config)
+    for _ in range(3):
+        credentials.look()
+    assert credentials.figures().certificate_expiry_seconds is None
+    (warning,) = caplog.messages
+    assert f"the certificate {path} of --tls-cert has an end that cannot be read" in warning
 
 
 def test_limits_of_tenants_without_tenants_are_refused() -> None:

@@ -120,7 +120,13 @@ SETTINGS: tuple[Setting, ...] = (
         "port of the Prometheus metrics; 0 takes a free one and logs it (default: no metrics)",
         "PORT",
     ),
-    Setting("metrics-host", "server", text, "address that the metrics listen on (default: that of --host)", "HOST"),
+    Setting(
+        "metrics-host",
+        "server",
+        text,
+        "address that the metrics listen on, with --metrics-port (default: that of --host)",
+        "HOST",
+    ),
     Setting("status-page", "server", boolean, "serve a page that shows the server's state beside the metrics"),
     Setting(
         "otlp-traces-endpoint",

@@ -32,7 +32,7 @@ def validity_of(chain: bytes) -> Validity | None:
     try:
         certificate = x509.load_pem_x509_certificate(chain)
         return Validity(certificate.not_valid_before_utc, certificate.not_valid_after_utc)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         return None
 
 
