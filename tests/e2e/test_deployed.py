@@ -249,6 +249,8 @@ def test_the_unit_s_server_reads_files_of_its_group_and_alone_opens_its_socket(m
             assert "PermissionError" in other.stderr
             assert path.stat().st_mode & 0o777 == 0o600
             assert path.stat().st_uid == USER
-        finally:
             server.terminate()
             assert server.wait(WAIT_SECONDS) == 0
+        finally:
+            server.kill()
+            server.wait(WAIT_SECONDS)
