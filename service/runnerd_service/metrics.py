@@ -97,6 +97,8 @@ class MetricsSnapshot:
     """Tokens in a KV block; 0 until the engine has started."""
     outcomes: Mapping[str, int]
     """Requests that have ended, by how."""
+    refused_calls: Mapping[str, int]
+    """Calls whose callers might not make them, by why."""
     finish_reasons: Mapping[str, int]
     """Outputs that have finished, by why."""
     latencies: Mapping[str, HistogramSnapshot]
@@ -211,6 +213,7 @@ def _own_counters(now: MetricsSnapshot) -> Iterator[Metric]:
         ("runnerd_engine_restarts", restarts, "cause", now.engine_restarts),
         ("runnerd_host_step_seconds", "Time of the engine's loop by phase.", "phase", now.host_seconds),
         ("runnerd_requests", "Generations that have ended, by how.", "outcome", now.outcomes),
+        ("runnerd_refused_calls", "Calls whose callers might not make them, by why.", "reason", now.refused_calls),
     ):
         yield _by_label(name, text, label, totals)
 

@@ -19,7 +19,8 @@ CANARY = "a prompt that nobody may see"
 
 def test_every_line_is_an_object_and_a_request_has_its_figures(daemon) -> None:
     server = daemon("--log-format", "json", "--log-level", "debug", "--runner-option", "fail_row_token=FAIL")
-    with Client(server.wait_until_ready()) as client:
+    address = server.wait_until_ready()
+    with Client(address) as client:
         client.generate(CANARY, request_id="mine\nyours", max_tokens=3, ignore_eos=True)
         with pytest.raises(InternalError):
             client.generate("FAIL", max_tokens=3)
@@ -44,6 +45,9 @@ def test_every_line_is_an_object_and_a_request_has_its_figures(daemon) -> None:
     assert 0 < told["seconds_to_first_token"] <= told["seconds"]
     assert not {"tenant", "trace_id"} & set(told)
     assert CANARY not in server.log()
+    (ready,) = (line for line in lines if "addresses" in line)
+    assert (ready["addresses"], ready["model"]) == ([address], "sim")
+    assert ready["message"].startswith("runnerd ")
 
 
 # What a runner, a library in Python or C, a thread and a child of the process may write.

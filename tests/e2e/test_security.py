@@ -240,6 +240,14 @@ async def test_calls_without_a_good_token_are_refused_before_their_message_is_re
         # In any case of the scheme's name.
         call = channel.unary_unary("/runnerd.v1.ServerService/GetLoad")
         assert await call(b"", metadata=(("authorization", f"bEARER {USER}"),), timeout=WAIT) is not None
+        stats = live.frontend.request_stats
+        assert stats.refused_calls() == {
+            "unauthenticated": len(methods) * len(BAD_AUTHORIZATION) + 1,
+            "permission_denied": 0,
+            "invalid_request": 0,
+        }
+        generations = {outcome: number for outcome, number in stats.outcomes().items() if number}
+        assert generations == {"unauthenticated": len(BAD_AUTHORIZATION) + 1}
     assert USER[:-1] not in caplog.text
     assert ADMIN not in caplog.text
     assert len(caplog.records) <= 2 + len(methods)  # refusals cannot fill the log: a line a second at most

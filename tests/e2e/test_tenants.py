@@ -96,7 +96,7 @@ async def test_what_a_tenant_may_not_run_waits_and_takes_no_place_of_others(calm
         assert (load.num_running, load.num_waiting) == (2, 3)
         modest = await callers["modest"].generate("x", n=2, **BRIEF)
         assert len(modest.outputs) == 2
-        with pytest.raises(OverloadedError, match="of tenant greedy run or wait; with 1 more, more than 3"):
+        with pytest.raises(OverloadedError, match="of tenant greedy that run or wait: 5; with 1 more, more than 3"):
             await callers["greedy"].generate("x")
         ends: list[str] = []
 
@@ -200,15 +200,26 @@ async def test_held_requests_end_with_a_status_when_there_will_be_no_engine(serv
         assert live.frontend.load.num_waiting == 0
 
 
-async def test_a_held_request_waits_no_longer_than_any(serve, idle) -> None:
-    config = {"tenant": TenantConfig(max_running=1), "queue_timeout_seconds": 0.3, "security": BY_METADATA}
+@pytest.mark.parametrize("limit", ["max_running", "max_tokens"])
+async def test_a_held_request_waits_no_longer_than_any_and_is_told_what_held_it(serve, idle, limit) -> None:
+    config = {"tenant": TenantConfig(**{limit: 1}), "queue_timeout_seconds": 0.3, "security": BY_METADATA}
     async with serve(options={"step_seconds": "0.01"}, **config) as live, Callers(live) as callers:
         running = callers["a"].stream("x", **LONG)
         await begun(running)
         held = callers["a"].stream("x", **BRIEF)
         await started(held)
-        with pytest.raises(OverloadedError, match="no place became free"):
+        flag = "--tenant-" + limit.replace("_", "-")
+        with pytest.raises(OverloadedError, match=rf"no place of tenant a \(limit {flag}\) became free") as caught:
             await finished(held)
+        assert caught.value.retry_after is not None
+        async with grpc.aio.insecure_channel(live.address) as channel:
+            call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(
+                GenerateRequest(text="x"), metadata=(("x-tenant", "a"),), timeout=WAIT
+            )
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call
+        (quota,) = (one for one in rpc_status.from_call(refused.value).details if "QuotaFailure" in one.type_url)
+        assert f"tenant_{limit}".encode() in quota.value
         running.cancel()
         await idle(live)
 

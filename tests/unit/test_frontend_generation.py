@@ -425,7 +425,9 @@ async def test_requests_wait_for_a_place_and_can_be_ended_there() -> None:
             ]
             await until(lambda: frontend.load.num_waiting == 2)
 
-            with pytest.raises(Overloaded, match="more than 2 would wait") as refusal:
+            with pytest.raises(
+                Overloaded, match=r"run or wait: 3; .* more than 2 \(--max-waiting\) would wait"
+            ) as refusal:
                 await events_of(frontend, ask("third"))
             assert refusal.value.subject == "max_waiting"
             assert refusal.value.retry_after_seconds > 0

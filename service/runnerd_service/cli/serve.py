@@ -22,7 +22,7 @@ from runnerd_service.cli.systemd import keep_watchdog_fed, notify
 from runnerd_service.config import ServerConfig
 from runnerd_service.errors import ConfigurationError
 from runnerd_service.rpc.daemon import Hooks, Ready, Signals, serve
-from runnerd_service.telemetry.logs import configure_logging
+from runnerd_service.telemetry.logs import configure_logging, logs_json, with_fields
 from runnerd_spi import RunnerError, load_runner
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,10 @@ def ready_line(ready: Ready) -> str:
 async def _serve(config: ServerConfig, progress: ProgressReporter) -> bool:
     def on_ready(ready: Ready) -> None:
         progress.close()
-        print(ready_line(ready), flush=True)
+        line = ready_line(ready)
+        print(line, flush=True)
+        if logs_json():  # whoever gathers the log sees no standard output
+            logger.info("%s", line, extra=with_fields(addresses=ready.addresses, model=ready.model_name))
         notify("READY=1", f"STATUS=serving {ready.model_name}")
 
     hooks = Hooks(

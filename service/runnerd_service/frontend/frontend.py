@@ -384,9 +384,11 @@ class Frontend:
     def _end_waiting(self, live: LiveRequest) -> None:
         """End a request that has waited for a place as long as it may."""
         if not self._live.has_begun(live):
-            timeout = self._config.queue_timeout_seconds
-            text = f"no place became free in {timeout:g} s; try later, or elsewhere"
-            self._fail(live, Overloaded(text, subject="queue_timeout", retry_after_seconds=_QUEUE_RETRY_SECONDS))
+            timeout, limit = self._config.queue_timeout_seconds, self._live.held_by(live)
+            of_whom = f"of tenant {live.tenant} (limit --{limit.replace('_', '-')}) " if limit else ""
+            text = f"no place {of_whom}became free in {timeout:g} s (--queue-timeout); try later, or elsewhere"
+            subject = limit or "queue_timeout"
+            self._fail(live, Overloaded(text, subject=subject, retry_after_seconds=_QUEUE_RETRY_SECONDS))
 
     def _fail(self, live: LiveRequest, error: RunnerdError) -> bool:
         failed = live.fail(error)

@@ -155,6 +155,11 @@ class LiveRequests:
         """Whether the engine gave something for an output of ``live``."""
         return not all(self._all.is_silent(uid) for uid in live.uids)
 
+    def held_by(self, live: LiveRequest) -> str:
+        """Give the limit of its tenant that keeps ``live`` from its begin; empty when it waits for a place."""
+        limits = [self._tenants.held_by(uid) for uid in live.uids]
+        return limits[0] if limits and all(limits) else ""
+
     def close_outputs(self, uids: Iterable[int]) -> None:
         """Note that the engine does not work on these any more; some may be closed already."""
         for uid in uids:

@@ -84,8 +84,8 @@ class Occupancy:
         most = limits.max_waiting
         if most is not None and (beyond_places > most or (num_waiting and num_waiting + num_new > most)):
             raise Overloaded(
-                f"{len(self._open)} outputs{of_whom} run or wait; with {num_new} more, more than {most} would wait; "
-                "try later",
+                f"outputs{of_whom} that run or wait: {len(self._open)}; with {num_new} more, more than {most} "
+                f"({self._flag('max_waiting')}) would wait; try later",
                 subject=self._subject("max_waiting"),
                 retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
             )
@@ -95,10 +95,14 @@ class Occupancy:
         if num_tokens > limits.max_waiting_tokens:
             raise Overloaded(
                 f"the prompts{of_whom} that wait would have {num_tokens} tokens with this one, "
-                f"more than {limits.max_waiting_tokens}; try later, or with a shorter prompt",
+                f"more than {limits.max_waiting_tokens} ({self._flag('max_waiting_tokens')}); "
+                "try later, or with a shorter prompt",
                 subject=self._subject("max_waiting_tokens"),
                 retry_after_seconds=_OVERLOAD_RETRY_SECONDS,
             )
 
     def _subject(self, limit: str) -> str:
         return f"tenant_{limit}" if self._whose else limit
+
+    def _flag(self, limit: str) -> str:
+        return "--" + self._subject(limit).replace("_", "-")

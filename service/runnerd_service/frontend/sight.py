@@ -80,6 +80,7 @@ def metrics_snapshot(
         num_blocks=0 if ready is None else ready.num_blocks,
         block_size=0 if ready is None else ready.block_size,
         outcomes=requests.outcomes(),
+        refused_calls=requests.refused_calls(),
         finish_reasons=requests.finish_reasons(),
         latencies=requests.latencies(),
         sizes=requests.sizes(),

@@ -71,13 +71,22 @@ class _Tenant:
                 self._num_running_tokens += head.num_tokens
                 head.start()
 
+    def held_by(self, uid: int) -> str:
+        """Give the name of the limit that holds an output back; empty when none does."""
+        if uid not in self._held:
+            return ""
+        return self._limit_reached(self._queue[0].num_tokens)  # the first holds up those behind it
+
     def _has_room(self, num_tokens: int) -> bool:
+        return not self._limit_reached(num_tokens)
+
+    def _limit_reached(self, num_tokens: int) -> str:
         limits = self._limits
         if limits.max_running is not None and len(self._running) >= limits.max_running:
-            return False
+            return "max_running"
         if limits.max_tokens is None or not self._running:
-            return True
-        return self._num_running_tokens + num_tokens <= limits.max_tokens
+            return ""
+        return "max_tokens" if self._num_running_tokens + num_tokens > limits.max_tokens else ""
 
 
 class Tenants:
@@ -130,6 +139,12 @@ class Tenants:
             self._present[self._of_uid[uid]].add(_Held(priority, next(self._arrivals), uid, num_tokens, start))
         else:
             start()
+
+    def held_by(self, uid: int) -> str:
+        """Give the limit of its tenant that holds an output back, as ``tenant_max_running``; empty when none does."""
+        name = self._of_uid.get(uid)
+        limit = "" if name is None else self._present[name].held_by(uid)
+        return limit and f"tenant_{limit}"
 
     def heard(self, uid: int) -> None:
         """Note that the engine gave something for an output."""

@@ -19,8 +19,10 @@ import grpc
 from runnerd_service.config import SecurityConfig
 from runnerd_service.errors import FieldViolation, InvalidRequest, PermissionDenied, RunnerdError, Unauthenticated
 from runnerd_service.rpc.interceptor import abort
+from runnerd_service.rpc.status import reason_of
 from runnerd_service.security.reloading import Reloading
 from runnerd_service.security.tokens import ANY_TENANT, NAME_RULE, Token, TokenTable, is_name
+from runnerd_service.telemetry.requests import RequestStats
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +46,9 @@ FOR_USERS = frozenset(
 )
 """All others are for administrators, those that come with later releases included."""
 
+GENERATIONS = frozenset(method for method in FOR_USERS if method.endswith("Generate"))
+
+_REFUSALS = tuple(reason_of(error).lower() for error in (Unauthenticated(), PermissionDenied(), InvalidRequest()))
 _TLS_OF_UNIX = "unix:"
 _LOG_SECONDS = 1.0
 
@@ -147,11 +152,14 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     Args:
         access: Knows them.
+        stats: Is told of those that are not let through.
     """
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, stats: RequestStats) -> None:
         self._access = access
+        self._stats = stats
         self._log = _RefusalLog()
+        stats.expect(refusals=_REFUSALS)
 
     async def intercept_service(
         self,
@@ -175,18 +183,22 @@ class AccessInterceptor(grpc.aio.ServerInterceptor):
 
     def _refusal(self, method: str, error: RunnerdError) -> _Handler:
         async def refuse(requests: object, context: _Context) -> None:
-            self._log.note(method, context.peer(), error)
+            self._note(method, error, context)
             await abort(method, error, context)
 
         # Of the kind that reads its messages itself: this one reads none, whatever the client sends.
         return grpc.stream_unary_rpc_method_handler(cast(Any, refuse))
+
+    def _note(self, method: str, error: RunnerdError, context: _Context) -> None:
+        self._stats.call_refused(reason_of(error).lower(), is_generation=method in GENERATIONS)
+        self._log.note(method, context.peer(), error)
 
     def _guarded(self, method: str, token: Token | None, handler: _Handler) -> _Handler:
         async def enter(context: _Context) -> None:
             try:
                 caller = self._access.caller(method, token, context)
             except RunnerdError as error:
-                self._log.note(method, context.peer(), error)
+                self._note(method, error, context)
                 await abort(method, error, context)
                 raise
             if method not in FOR_USERS and caller.name:

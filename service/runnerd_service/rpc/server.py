@@ -97,7 +97,7 @@ class RpcServer:
         self._frontend = frontend
         self._credentials = Credentials(config.security)
         interceptors = [
-            AccessInterceptor(Access(config.security, self._credentials.tokens)),
+            AccessInterceptor(Access(config.security, self._credentials.tokens), frontend.request_stats),
             HandlerInterceptor(config.max_message_bytes, config.stall_timeout_seconds),
         ]
         self._server = grpc.aio.server(interceptors=interceptors, options=server_options(config))

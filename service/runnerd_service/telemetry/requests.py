@@ -116,11 +116,15 @@ class RequestStats:
         self._sizes = {name: Histogram(_COUNTS) for name in SIZES}
         self._outcomes: Counter[str] = Counter()
         self._finish_reasons: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
 
-    def expect(self, outcomes: Iterable[str], finish_reasons: Iterable[str]) -> None:
+    def expect(
+        self, outcomes: Iterable[str] = (), finish_reasons: Iterable[str] = (), refusals: Iterable[str] = ()
+    ) -> None:
         """Name what may come, so that it is told as 0 before: what appears with a 1 is no increase to Prometheus."""
         self._outcomes.update(dict.fromkeys(outcomes, 0))
         self._finish_reasons.update(dict.fromkeys(finish_reasons, 0))
+        self._refused.update(dict.fromkeys(refusals, 0))
 
     def meter(self, times: RequestTimes) -> OutputMeter:
         """Give what notes the tokens of one more output of a request."""
@@ -141,6 +145,21 @@ class RequestStats:
             return
         self._observe_sizes(times)
         self._observe_times(times)
+
+    def call_refused(self, reason: str, *, is_generation: bool) -> None:
+        """Count a call, of any method, whose caller may not make it.
+
+        Args:
+            reason: Why: one of few names.
+            is_generation: Whether it asked for a generation, which has ended by that.
+        """
+        self._refused[reason] += 1
+        if is_generation:
+            self._outcomes[reason] += 1
+
+    def refused_calls(self) -> Mapping[str, int]:
+        """Give the calls whose callers might not make them, by why."""
+        return dict(self._refused)
 
     def outcomes(self) -> Mapping[str, int]:
         """Give the requests by how they ended."""
