@@ -70,6 +70,7 @@ async def test_a_server_that_ends_under_calls_is_named_as_that(daemons) -> None:
     address = daemons.start(*SLOW)
     async with AsyncClient(address, timeout=60) as client:
         unary = asyncio.create_task(client.generate("x", **LONG))
+        recording = asyncio.create_task(client.capture_trace(60))
         async with client.stream("x", **LONG) as stream:
             await anext(stream)
             await until_running(client, 2)
@@ -77,9 +78,12 @@ async def test_a_server_that_ends_under_calls_is_named_as_that(daemons) -> None:
             await until_draining(client)
             daemons.terminate(address)  # the second ends live requests, too
             for call in (read_to_the_end(stream), unary):
-                with pytest.raises(UnavailableError, match=r"^the server ended while it answered") as caught:
+                with pytest.raises(UnavailableError, match=r"^the server is shutting down") as caught:
                     await call
-                assert caught.value.reason == "CONNECTION_LOST"
+                assert caught.value.reason == "NOT_READY"
+            with pytest.raises(UnavailableError, match=r"^the server ended while it answered") as caught:
+                await recording  # which is no request: the server says nothing of it
+            assert caught.value.reason == "CONNECTION_LOST"
 
 
 def test_a_deadline_says_whose_and_what_helps(daemons) -> None:
