@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
@@ -87,10 +88,14 @@ def test_a_second_signal_stops_at_once(daemon) -> None:
     server = daemon(*SLOW)
     with Client(server.wait_until_ready()) as client:
         stream = started(client, 5000)
-        server.terminate()
-        wait_until_draining(client)
-        server.terminate()
-        assert server.wait() == 130
+        with ThreadPoolExecutor(1) as threads:
+            drained = threads.submit(client.drain, 60)
+            wait_until_draining(client)
+            server.terminate()
+            server.wait_for_log("a second signal stops at once")
+            server.terminate()
+            assert server.wait() == 130
+            assert not drained.result()
         with pytest.raises(UnavailableError, match="shutting down"):
             list(stream)
     assert " not_ready: " in server.log()

@@ -16,17 +16,17 @@ class Draining:
 
     Args:
         live: The live requests.
-        end_all: Ends them.
+        end: Ends them.
         on_drained: Called when none is left, once for each wait.
     """
 
-    def __init__(self, live: LiveRequests, end_all: Callable[[], None], on_drained: Callable[[], None]) -> None:
+    def __init__(self, live: LiveRequests, end: Callable[[], None], on_drained: Callable[[], None]) -> None:
         self._live = live
-        self._end_all = end_all
+        self._end = end
         self._on_drained = on_drained
         self._waits: set[asyncio.Task[None]] = set()
         self._num_ended = 0
-        """Requests that a limit ended."""
+        """Requests that did not end by themselves."""
 
     async def wait(self, seconds: float) -> bool:
         """Wait until no request is live; give whether all those that were live ended by themselves.
@@ -43,6 +43,11 @@ class Draining:
         await asyncio.shield(task)
         return self._num_ended == num_before
 
+    def end_all(self) -> None:
+        """End the live requests at once."""
+        self._num_ended += len(self._live)
+        self._end()
+
     def close(self) -> None:
         """Wait no more."""
         for task in tuple(self._waits):
@@ -54,6 +59,5 @@ class Draining:
                 await self._live.wait_until_none()
         except TimeoutError:
             logger.warning("%d requests did not end in %g seconds; they are ended", len(self._live), seconds)
-            self._num_ended += len(self._live)
-            self._end_all()
+            self.end_all()
         self._on_drained()

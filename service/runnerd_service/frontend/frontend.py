@@ -82,7 +82,7 @@ class Frontend:
         self.request_stats = RequestStats()
         """How requests went; whoever calls :meth:`generate` tells it of their ends."""
         self._start_error = ""
-        self._draining = Draining(self._live, self._end_all, self._engine.retire)
+        self._draining = Draining(self._live, self._end_live, self._engine.retire)
 
     @property
     def state(self) -> ServerState:
@@ -316,7 +316,7 @@ class Frontend:
     def end_requests(self) -> None:
         """Refuse new requests and end the live ones at once: their readers get NotReady."""
         self._refuse_new()
-        self._end_all()
+        self._draining.end_all()
 
     async def close(self) -> None:
         """End all requests and the engine process. Harmless when closed already."""
@@ -400,7 +400,7 @@ class Frontend:
         if self.state in ("loading", "serving", "recovering"):
             self._states.set("draining")
 
-    def _end_all(self) -> None:
+    def _end_live(self) -> None:
         self._fail_all(NotReady(_SHUTTING_DOWN))
 
     def _fail_all(self, error: RunnerdError) -> None:
