@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, GenerationConfig, PretrainedConfig
+from transformers import GenerationConfig, PretrainedConfig
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from runnerd_spi import ModelLoadError
 
 _PAGED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# transformers' names of layers that keep a state of fixed size, which every token changes.
+_RECURRENT_LAYER_TYPES = {"linear_attention", "hybrid", "hybrid_sliding"}
 
 
 def refuse_architecture(name: str, config: PretrainedConfig) -> None:
@@ -25,14 +27,14 @@ def refuse_architecture(name: str, config: PretrainedConfig) -> None:
         raise ModelLoadError(
             f"{name}: {config.model_type} is an encoder-decoder; only decoders (causal language models) can be served"
         )
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if model_class is not None and model_class._is_stateful:
+    # Of many models a property, which is not among the settings of config.json.
+    layer_types = set(getattr(config.get_text_config(decoder=True), "layer_types", None) or ())
+    if layer_types & _RECURRENT_LAYER_TYPES:
         raise ModelLoadError(
             f"{name}: {config.model_type} keeps a recurrent state besides attention; "
             "only decoders made of attention can be served"
         )
-    others = set(_text(config).get("layer_types") or ()) - _PAGED_LAYER_TYPES
-    if others:
+    if others := layer_types - _PAGED_LAYER_TYPES:
         raise ModelLoadError(
             f"{name}: {config.model_type} has layers of type {', '.join(sorted(others))}; "
             f"only {' and '.join(sorted(_PAGED_LAYER_TYPES))} can be served"

@@ -15,8 +15,10 @@ from runnerd_torch.models import ATTENTION_NAME, LayerSpec, TransformersModel, r
 from runnerd_torch.plugin import CPU
 
 
-def refusal(path: Path) -> str:
-    runner = CPU.create(RunnerConfig(model=str(path), max_num_seqs=2, max_num_batched_tokens=32, block_size=4))
+def refusal(path: Path, **settings) -> str:
+    runner = CPU.create(
+        RunnerConfig(model=str(path), max_num_seqs=2, max_num_batched_tokens=32, block_size=4, **settings)
+    )
     try:
         with pytest.raises(ModelLoadError) as raised:
             runner.load(lambda stage, done, total: None)
@@ -94,10 +96,20 @@ def test_a_decoder_whose_positions_count_from_another_number_is_refused(make_che
     assert "takes no position_ids that count from 0" in refused
 
 
-def test_a_model_that_knows_no_attention_of_others_is_refused_with_the_reason(tmp_path):
-    config = transformers.FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
+@pytest.mark.parametrize(
+    "config",
+    [
+        transformers.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4),
+        transformers.GPTNeoConfig(
+            vocab_size=64, hidden_size=32, num_layers=2, num_heads=4, attention_types=[[["global"], 2]]
+        ),
+        transformers.RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2),
+    ],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_that_knows_no_attention_of_others_is_refused_with_the_reason(config, tmp_path):
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    assert "attention interface" in refusal(tmp_path)
+    assert "attention interface" in refusal(tmp_path, max_model_len=32)
 
 
 @pytest.mark.parametrize("config_class", ["StableLmConfig", "NemotronConfig"])
